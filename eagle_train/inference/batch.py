@@ -20,39 +20,44 @@ from eagle_train.ops.transfer import to_device
 
 
 class Batch:
-    """Pending tokens and sampling settings of the active sequences, row by row."""
+    """Pending tokens and sampling settings of the active sequences, row by row.
+
+    A method that raises, for example out of memory, changes nothing: call it again.
+    """
 
     def __init__(self, runner: Runner):
         self._runner, self._device = runner, runner.target.device
-        self._seated: list[Sequence] = []
+        self._rows: list[Sequence] = []  # of `pending`
+        self._seated: list[Sequence] = []  # of the settings
         self._sampling, self._seeds = sampling_of([], self._device)
         self._seats: list[str | None] = []
         self._adjustments: Adjustments | None = None
         self._logprobs: LogprobRows | None = None
         self.pending = self._no_rows()
 
-    def add(self, pending: Pending) -> None:
-        """New rows, behind the others."""
-        self.pending = self.pending.concat_rows(pending) if self._seated else pending
+    def add(self, sequences: list[Sequence], pending: Pending) -> None:
+        """New rows, behind the others; `seat` comes before the next round."""
+        self.pending = self.pending.concat_rows(pending) if self._rows else pending
+        self._rows = [*self._rows, *sequences]
 
     def clear(self) -> None:
         """No row is left."""
-        self.pending = self._no_rows()
+        self.pending, self._rows = self._no_rows(), []
         self.seat([])
 
-    def keep(self, rows: list[int]) -> None:
-        """Drop all other rows."""
-        self.pending = self.pending.rows(to_device(rows, self._device, torch.long))
-
     def seat(self, sequences: list[Sequence]) -> None:
-        """These are the rows from now on."""
-        self._seats = [sequence.drafter for sequence in sequences]
+        """These are the rows from now on, in this order; the others are dropped. All of them were added."""
+        if self._rows != sequences:
+            places = {sequence: row for row, sequence in enumerate(self._rows)}
+            kept = to_device([places[sequence] for sequence in sequences], self._device, torch.long)
+            self.pending, self._rows = self.pending.rows(kept), list(sequences)
         if self._seated != sequences:
-            self._seated = list(sequences)
-            self._sampling, self._seeds = sampling_of(sequences, self._device)
+            sampling, seeds = sampling_of(sequences, self._device)
             vocab_size = self._runner.target.identity.vocab_size
             self._adjustments = adjustments_of(sequences, vocab_size, self._device)
-            self._logprobs = logprobs_of(sequences)
+            self._sampling, self._seeds, self._logprobs = sampling, seeds, logprobs_of(sequences)
+            self._seated = list(sequences)
+        self._seats = [sequence.drafter for sequence in sequences]
 
     def inputs(self, plan: TreePlan, in_flight: int | None, guidance: Guidance | None) -> RoundInputs:
         """The next round's inputs. `in_flight`: most tokens of a row that a round with unknown results commits; None:

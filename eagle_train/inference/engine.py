@@ -142,8 +142,10 @@ class Engine:
         """Cancel a request between two steps; its output keeps the generated tokens. No effect on a finished one."""
         if request in self._scheduler.unfinished:
             request.finish_reason = "cancelled"
-            self._remove_finished()
-            self._leave()  # it may be waiting or in prefill
+            if request in self._active:
+                self._remove_finished()
+            else:
+                self._leave()
 
     def output(self, request: Sequence) -> Output:
         """The tokens and text of a request that `step` has reported so far."""
@@ -156,6 +158,7 @@ class Engine:
         With `overlap` these are the previous round's. A step that samples first tokens reports them and leaves decoding
         to the next step. If a step raises, for example out of memory, no request is lost: call it again.
         """
+        self._remove_finished()  # who finished in a step that raised has a row still
         began = not self._first_token_reported and self._prefill()
         self._first_token_reported = began and bool(self._advanced)
         if began:
@@ -196,7 +199,8 @@ class Engine:
         lengths = to_device([sequence.num_computed for sequence in sequences], hidden.device)
         # What may run out of memory comes before any change of state, so that the next step can retry.
         self._batch.add(
-            Pending(to_device(pending, hidden.device), hidden.unsqueeze(1), torch.ones_like(lengths), lengths)
+            sequences,
+            Pending(to_device(pending, hidden.device), hidden.unsqueeze(1), torch.ones_like(lengths), lengths),
         )
         self._scheduler.activate(sequences)
         for (sequence, first), is_finite in zip(pairs, finite, strict=True):
@@ -298,11 +302,8 @@ class Engine:
             if not flight.is_awaited and self._scheduler.make_room(flight.result.max_tokens):
                 return
             self._wait_in_flight()
-        before = list(self._active)
         self._scheduler.make_room()
-        if len(self._active) < len(before):
-            self._batch.keep([row for row, sequence in enumerate(before) if sequence in self._active])
-            self._remove_finished()
+        self._remove_finished()
 
     def _may_go_on(self, sequence: Sequence) -> bool:
         """Whether it has a token left to generate after the round in flight, which commits at least one."""
@@ -310,12 +311,11 @@ class Engine:
         return len(sequence.generated) + coming < sequence.params.max_tokens
 
     def _remove_finished(self) -> None:
-        """Free the rows and blocks of finished sequences."""
-        stay = [row for row, sequence in enumerate(self._active) if not sequence.finish_reason]
+        """Free the rows and blocks of finished sequences, and the rows of preempted ones."""
+        stay = [sequence for sequence in self._active if not sequence.finish_reason]
+        self._batch.seat(stay)  # first: where it raises, the next step finds them unfinished and reports them
         if len(stay) < len(self._active):
-            self._batch.keep(stay)
             self._leave()
-        self._batch.seat(self._active)
 
     def _leave(self) -> None:
         """Release what finished sequences have."""

@@ -77,8 +77,8 @@ class EngineConfig:
       sampled rounds (paper section 3.2). Compiles in the constructor, for a batch of one and for larger ones. Prefill
       is not compiled.
     - `compile_sampling`: torch.compile for the verification of sampled rounds only; None: with `compile`, on a GPU.
-    - `graphs`: record rounds as CUDA graphs in the constructor (paper section 3.4), so that no request waits for it; of
-      rounds with a grammar, validation alone; with min-p, penalties, biases or log-probabilities, all but the end.
+    - `graphs`: record rounds as CUDA graphs in the constructor (paper section 3.4), so that no request waits for it;
+      with a grammar drafting and the end in parts, with min-p, penalties, biases or log-probabilities all but the end.
       Needs a GPU and a target that is not offloaded; ranks that hold one together must talk by NCCL. None: on a GPU,
       unless the target is divided, offloaded or quantised, a drafter may have the host wait, or either has experts.
     - `divide_sampling`: ranks of one tensor-parallel target sample a part of the batch each (paper section 3.2); false:

@@ -6,8 +6,10 @@ from collections import Counter
 import pytest
 
 from eagle_train.errors import UserError
-from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import Engine, SamplingParams, batch
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
+from eagle_train.inference.cache.prefix_cache import HostKV
+from eagle_train.inference.drafters.drafter import Pending
 from tests.support.cache_checks import check_cache, fresh, spoil
 from tests.support.inside import active_in, drafter_of, inside, pool_of, runner_of, scheduler_of
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, fail_at, guide, token_ids
@@ -206,3 +208,38 @@ def test_a_step_that_failed_loses_nobody(monkeypatch, part, method, call):
     go_on()
     assert [request.generated for request in requests] == list(told.values()) == wanted
     assert len(pool_of(engine).free) == pool_of(engine).total
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        *((Pending, "rows", call) for call in (1, 2, 3, 4)),
+        *((batch, "sampling_of", call) for call in (2, 3)),
+        (HostKV, "put", 1),
+        (HostKV, "put", 3),
+        (HostKV, "get", 1),
+    ],
+)
+def test_a_step_that_failed_between_its_stages_loses_nobody(monkeypatch, owner, name, call):
+    """Where rows are dropped, of finished or preempted requests, and where blocks are copied to the host or back."""
+    target, told, failed = shared_target(), {}, 0
+    long = random_tokens(40, 41, 42)
+    prompts = [*long, long[0]]
+    params = [SamplingParams(max_tokens=12, temperature=i % 2, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    wanted = token_ids(Engine(target, max_batch_size=4).generate(prompts, params))
+    fail_at(monkeypatch, owner, name, call)
+    engine = Engine(target, max_batch_size=2, kv_tokens=7 * BLOCK, prefix_cache=True, host_kv_tokens=20 * BLOCK)
+    requests = [engine.add(*each) for each in zip(prompts, params, strict=True)]
+    for _ in range(50):
+        try:
+            updates = engine.step()
+        except MemoryError:
+            failed += 1
+            continue
+        for update in updates:
+            told[update.request] = told.get(update.request, []) + update.token_ids
+    assert (failed, engine.has_unfinished) == (1, False)
+    assert [request.generated for request in requests] == [told[request] for request in requests] == wanted
+    pool = pool_of(engine)
+    assert sorted([*pool.free, *pool.idle]) == list(range(SCRATCH + 1, SCRATCH + 1 + pool.total))
+    assert set(pool.block_of.values()) == set(pool.hash_of) == set(pool.idle)

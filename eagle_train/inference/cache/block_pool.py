@@ -154,12 +154,12 @@ class BlockPool:
         return self.free[place - 1] if place > 0 else None
 
     def _evict(self, blocks: list[int]) -> None:
-        """Make idle blocks free."""
-        keys = [self.hash_of.pop(block) for block in blocks]
+        """Make idle blocks free. Changes nothing if `on_evict` raises: it copies, and may run out of memory."""
+        keys = [self.hash_of[block] for block in blocks]
         if self.on_evict is not None:
             self.on_evict(blocks, keys)
         for block, key in zip(blocks, keys, strict=True):
-            del self.idle[block], self.block_of[key]
+            del self.idle[block], self.block_of[key], self.hash_of[block]
         self._add_free(blocks)
 
     def _add_free(self, blocks: Iterable[int]) -> None:

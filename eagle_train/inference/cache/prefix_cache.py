@@ -34,21 +34,25 @@ class HostKV:
         """`blocks`: the capacity."""
         self._memory, self._blocks = memory, blocks
         self.place: dict[bytes, int] = {}  # entry of the tensors by hash, the least recently used first
+        self._free = list(range(blocks))  # entries
         self._kept = [
             self._allocated(tensor) for tensor in memory.by_block
         ]  # [blocks, n, ...] for each [n, blocks, ...]
 
     def put(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """Copy these blocks from the stores to the host; if not all fit, the last ones."""
+        """Copy these blocks from the stores to the host; if not all fit, the last ones. Where it runs out of memory,
+        none of them is found."""
         new = [pair for pair in zip(blocks, hashes, strict=True) if not self.touch(pair[1])][-self._blocks :]
-        for _, key in new:
-            full = len(self.place) == self._blocks
-            self.place[key] = self.place.pop(next(iter(self.place))) if full else len(self.place)
+        while len(self._free) < len(new):
+            self._free.append(self.place.pop(next(iter(self.place))))
+        entries = self._free[: len(new)]
         for kept, source in zip(self._kept, self._memory.by_block, strict=True):
             index = to_device([block for block, _ in new], source.device, torch.long)
             moved = source.index_select(1, index).transpose(0, 1).contiguous()  # [new, n, ...]
-            for (_, key), block in zip(new, moved, strict=True):
-                kept[self.place[key]].copy_(block, non_blocking=True)
+            for entry, block in zip(entries, moved, strict=True):
+                kept[entry].copy_(block, non_blocking=True)
+        del self._free[: len(new)]  # only now: what is copied in part must not be found
+        self.place |= {key: entry for (_, key), entry in zip(new, entries, strict=True)}
 
     def get(self, hashes: list[bytes], blocks: list[int]) -> None:
         """Copy the host's blocks with these hashes to `blocks` of the stores."""

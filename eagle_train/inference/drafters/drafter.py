@@ -277,8 +277,8 @@ class Drafter:
         """A tree for each row. The drafter writes its keys and values of `pending.tokens` to the slots after
         `draft_prefix`.
 
-        Without a grammar it may be captured as a CUDA graph if `Needs.waits` is False (ops/graphs.py): it must not
-        synchronise with the device, nor keep state of a round outside the caches.
+        It may be captured as a CUDA graph if `Needs.waits` is False (ops/graphs.py), in parts where it reads
+        `Choice.guidance`: it must not synchronise with the device, nor keep state of a round outside the caches.
         """
         raise NotImplementedError
 

@@ -64,9 +64,9 @@ class Detokenizer:
     def add(self, tokens: list[int]) -> None:
         """Append the answer's next tokens."""
         early = max(0, self.min_tokens - self.num_tokens) if self.stop_strings else 0
-        if early and tokens:
-            self._append(tokens[:early])
-            self._free = len(self._untold())
+        for token in tokens[:early]:
+            self._append([token])
+            self._free = max(self._free, len(self._untold()))  # the text of an open run is not there for a while
         self._append(tokens[early:])
 
     def _append(self, tokens: list[int]) -> None:

@@ -233,11 +233,11 @@ class Requests:
         text = None if sequence.text is None else "".join(sequence.text.text)
         logprobs = sequence.logprobs_from(0)
         return Output(
-            sequence.generated,
+            list(sequence.generated),
             text,
             sequence.finish_reason,
-            sequence.stats,
-            sequence.rounds,
+            sequence.stats.copy(),
+            list(sequence.rounds),
             logprobs,
             sequence.params.is_lossy,
         )

@@ -47,17 +47,23 @@ class Scheduler:
             in_use = 0 if self.prefixes is None else sum(map(self.pool.is_used, self.prefixes.cached_blocks(sequence)))
             if blocks_for(slots) - in_use + admitted > self.pool.available:
                 break
-            self.prefilling.append(self.waiting.popleft())
             self.give_blocks(sequence, slots)
+            self.prefilling.append(self.waiting.popleft())
 
     def give_blocks(self, sequence: Sequence, slots: int) -> None:
-        """Give a sequence blocks for so many slots; those that hold the beginning of its text are reused."""
-        if self.prefixes is not None:
-            self.prefixes.attach(sequence)
-        given = self.pool.extend(sequence.blocks, slots, begins=True)
-        assert given
-        if self.prefixes is not None:
-            self.prefixes.load(sequence)
+        """Give a sequence blocks for so many slots; those that hold the beginning of its text are reused. Where a copy
+        runs out of memory it gets none."""
+        try:
+            if self.prefixes is not None:
+                self.prefixes.attach(sequence)
+            given = self.pool.extend(sequence.blocks, slots, begins=True)
+            assert given
+            if self.prefixes is not None:
+                self.prefixes.load(sequence)
+        except BaseException:
+            self.pool.release(sequence.blocks)
+            sequence.num_computed = 0
+            raise
         if not sequence.had_blocks:
             sequence.had_blocks, sequence.stats.cached_tokens = True, sequence.num_computed
 

@@ -59,10 +59,15 @@ class Stats:
         """Mean seconds between tokens; None with fewer than two."""
         return sum(self.intervals_s) / len(self.intervals_s) if self.intervals_s else None
 
+    def copy(self) -> "Stats":
+        """As they are now, with lists of its own."""
+        values: dict[str, Any] = {name: list(x) if isinstance(x, list) else x for name, x in vars(self).items()}
+        return Stats(**values)
+
 
 @dataclass(frozen=True)
 class Output:
-    """A request's answer, or its beginning while the request is unfinished.
+    """A request's answer, or its beginning while the request is unfinished. Later steps do not change it.
 
     `finish_reason`: None while it is unfinished; `stop`: a stop token or stop string; `length`: `max_tokens` or the end
     of the target's context; `cancelled`; `dead_end`: its grammar needs text for which the target has no tokens, and the

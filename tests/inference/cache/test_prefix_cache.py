@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.cache import prefix_cache
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool
 from eagle_train.inference.cache.paged_kv import PagedKV
@@ -22,7 +23,7 @@ from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.models.shapes import KVShape
 from tests.support.cache_checks import check_cache, fresh, spoil
 from tests.support.inside import active_in, add_as, drafter_of, pool_of, runner_of, scheduler_of
-from tests.support.reference_answers import guide
+from tests.support.reference_answers import fail_at, guide
 from tests.support.tiny import continued, random_tokens, shared_target, tiny_draft
 
 LENGTH = 24
@@ -267,6 +268,22 @@ def test_host_memory_keeps_the_most_recently_used():
     host.put([1, 2, 3, 4], [b"a", b"b", b"c", b"d"])
     assert list(host.place) == [b"b", b"c", b"d"]
     assert sorted(host.place.values()) == [0, 1, 2]
+
+
+def test_what_was_copied_to_the_host_in_part_is_not_found(monkeypatch):
+    """And the next copy of the same blocks is whole."""
+    stores = [PagedKV({0: KVShape(1, 4, 4)}, 6, torch.float32, "cpu") for _ in range(2)]
+    for store in stores:
+        store.by_block[0][:] = torch.arange(6.0).view(1, 6, 1, 1, 1)
+    host = HostKV(BlockMemory(stores, BlockPool(4), Ranks(), None), 2)
+    host.put([1, 2], [b"1", b"2"])
+    fail_at(monkeypatch, prefix_cache, "to_device", 2)
+    with pytest.raises(MemoryError):
+        host.put([3], [b"3"])
+    assert list(host.place) == [b"2"]
+    host.put([3], [b"3"])
+    host.get([b"2", b"3"], [4, 5])
+    assert [store.by_block[0][0, 4:].flatten(1).unique(dim=1).tolist() for store in stores] == [[[2], [3]]] * 2
 
 
 class Caching(Drafter):

@@ -183,6 +183,27 @@ def test_stop_strings(name):
     assert 50 < cuts < 250
 
 
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_stop_string_within_the_first_tokens_is_text(at_once, told):
+    """Also where these end within a character, or in the run of bytes that the string is of."""
+    texts = texts_of("byte_fallback")
+    character = ["<0xE4>", "<0xBD>", "<0xA0>", "."]
+    for own in (["ab"], ["<0x61>", "<0x62>"]):
+        tokens = texts.tokenizer.convert_tokens_to_ids([*own, *character])
+        for least in range(len(tokens) + 1):
+            detokenizer, found, stopped = Detokenizer(texts, ("ab",), min_tokens=least), "", False
+            first = [tokens[:least]] if at_once else [[token] for token in tokens[:least]]
+            for some in [*first, *([token] for token in tokens[least:])]:
+                detokenizer.add(some)
+                if stopped := detokenizer.has_stop_string():
+                    break
+                found += detokenizer.new_text(final=False) if told else ""
+            found += detokenizer.new_text(final=True)
+            assert stopped == (least < len(own))
+            assert found == ("" if stopped else whole(texts, tokens))
+
+
 def test_what_may_begin_a_stop_string_waits():
     texts = texts_of("byte_level")
     for text, told in (

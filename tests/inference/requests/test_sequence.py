@@ -1,5 +1,8 @@
 """Requests: where they end, which parameters are refused, and what is counted. DESIGN sections 3.8, 3.9."""
 
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 
 from eagle_train.errors import UserError
@@ -114,6 +117,21 @@ def test_arguments_that_are_refused():
     for values in ({"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": -2}, {"max_tokens": 0}):
         with pytest.raises(UserError, match=next(iter(values))):
             SamplingParams(**values)
+
+
+def test_an_output_stays_as_it_is_when_the_request_goes_on():
+    engine = Engine(shared_target(), tiny_draft(shared_target()))
+    request = engine.add(PROMPTS[0], replace(GREEDY, logprobs=1))
+    for _ in range(3):
+        engine.step()
+    output = engine.output(request)
+    before = deepcopy(output)
+    assert (output.finish_reason, len(output.rounds) > 0) == (None, True)
+    while engine.has_unfinished:
+        engine.step()
+    assert output == before
+    engine.output(request).token_ids.clear()
+    assert len(engine.output(request).token_ids) == LENGTH
 
 
 def test_no_prompts():
