@@ -30,7 +30,7 @@ from evals.bench.session import Session
 from evals.bench.stage_clock import StageClock, runs_ahead
 from evals.bench.statistics import NO_DRAFTS, NOTHING_DRAFTED
 from evals.bench.train_serve import train_serve_check
-from evals.bench.trees import check_tree, have_one_depth, tree_names
+from evals.bench.trees import check_tree, have_one_depth, may_decline, tree_names
 
 
 @dataclass(kw_only=True)
@@ -56,13 +56,15 @@ def main(values: DictConfig) -> None:
     run_in_turn([plain, speculative], session.questions, config.params, config.batch_size)
     about = {"draft_training": session.artifact.training if config.draft.path else None, **session.about()}
     found = {**measured(plain, speculative, config), "too_long": too_long, **config.about_questions(), **about}
-    if config.batch_size == 1:
+    drafted = bool(found["acceptance_per_depth"])
+    if config.batch_size == 1 and drafted:
         statistics.check_timing(found)
     session.write("answers.jsonl", answer_rows(plain.answers, speculative.answers))
-    if session.world.is_main:
+    if session.world.is_main and drafted:
         plot_acceptance(found, session.out / "acceptance.png")
     session.report(found, markdown(found))
-    session.say(summary(found), f"written to {session.out}: report.md, results.json, acceptance.png, answers.jsonl")
+    files = ["report.md", "results.json", *(["acceptance.png"] if drafted else []), "answers.jsonl"]
+    session.say(summary(found), f"written to {session.out}: {', '.join(files)}")
 
 
 def variants(session: Session[Config], longest: int) -> tuple[Run, Run]:
@@ -74,12 +76,14 @@ def variants(session: Session[Config], longest: int) -> tuple[Run, Run]:
 
 
 def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
-    """The figures, in seconds unless a name says otherwise. Raises UserError where nothing was decoded."""
+    """The figures, in seconds unless a name says otherwise. Raises UserError where nothing was decoded, and where
+    nothing was drafted though the tree drafts at every round."""
     answers, engine = speculative.answers, speculative.engine
     compared = statistics.compare(plain.batches, speculative.batches)
     compared["speedup_interval"] = statistics.speedup_interval(plain.batches, speculative.batches)
     acceptance = statistics.acceptance(answers)
-    check(len(acceptance) > 0, NO_DRAFTS if config.is_eagle else NOTHING_DRAFTED)
+    drafts = len(acceptance) > 0 or may_decline(engine)
+    check(drafts, NO_DRAFTS if config.is_eagle else NOTHING_DRAFTED)
     if config.temperature > 0 and config.options.drafting != "greedy":
         compared["differing_answers"] = None  # two samples may well differ
     same_depth = have_one_depth(engine.dispatcher, config.batch_size)

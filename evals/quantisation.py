@@ -26,8 +26,8 @@ from evals.bench.quantised_drafts import LABELS, TimedRun, comparison, export_na
 from evals.bench.report import document, loops, made_on, sampling, several, subject
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
-from evals.bench.statistics import NO_DRAFTS
-from evals.bench.trees import check_tree, tree_names
+from evals.bench.statistics import NO_DRAFTS, NOT_PAYING
+from evals.bench.trees import check_tree, may_decline, tree_names
 
 SCOPE = {"ffn": "its feed-forward", "all_linear": "all its matrices"}
 NOTE = (
@@ -98,7 +98,7 @@ def measured(run: TimedRun, plain: TimedRun) -> dict[str, Any]:
     tpc, before = (statistics.decoded_tpc(each.answers) for each in (run, plain))
     stats = [answer.output.stats for answer in run.answers]
     pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
-    check(len(pairs) > 0, NO_DRAFTS)
+    check(len(pairs) > 0, NOT_PAYING if may_decline(plain.engine) else NO_DRAFTS)
     own, other = ([seconds * 1e3 / rounds for seconds, rounds in drafting] for drafting in zip(*pairs, strict=True))
     answers = zip(run.answers, plain.answers, strict=True)
     return {

@@ -19,7 +19,7 @@ from eagle_train.artifacts.layouts import layout_of
 from eagle_train.artifacts.markdown import aligned, code
 from eagle_train.diagnosis.vllm import VLLM, Counts, run_job, version_of
 from eagle_train.errors import check
-from eagle_train.inference import Dispatcher, SamplingParams
+from eagle_train.inference import SamplingParams
 from eagle_train.settings import build
 from evals.bench.answering import answer_questions
 from evals.bench.config import BenchConfig, check_least
@@ -28,7 +28,7 @@ from evals.bench.report import change, document, loops, made_on, number, percent
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.statistics import Answer, looping, token_ids
-from evals.bench.trees import tree_name
+from evals.bench.trees import one_chain, tree_name
 from evals.bench.vllm import counted, job_of
 
 
@@ -45,10 +45,7 @@ class Config(BenchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, 1, "batch_size")
-        trees = [plan.tree for _, plan in Dispatcher(self.tree).table]
-        self.chain = trees[0]
-        is_chain = len(trees) == 1 and self.chain.is_chain and self.chain.max_depth > 0
-        check(is_chain, "tree: vLLM drafts one chain, whatever the batch; try chain3")
+        self.chain = one_chain(self.tree, self.options.gate)
         self.params = SamplingParams(0.0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
 
 

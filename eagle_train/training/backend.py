@@ -38,7 +38,8 @@ class ParallelConfig:
     `reshard_after_forward`: FSDP2 gathers a layer anew for its backward pass, else a step gathers each layer once.
     None, of these three, is chosen by what fits (placement.py). `offload_optimizer`: weights and optimiser state in
     host memory.
-    `compile`: None compiles on a GPU, but no layers for DeepSpeed, and goes on without where torch.compile fails.
+    `compile`: None compiles on a GPU, but no layers for DeepSpeed and no divided target, and goes on without where
+    torch.compile fails. Of a cache of hidden states there are the draft's layers alone.
     `timeout_minutes`: how long a rank waits for another before the job ends. `zero`: DeepSpeed's `zero_optimization`.
     """
 
@@ -49,7 +50,7 @@ class ParallelConfig:
     reshard_after_forward: bool | None = None  # fsdp2 gathers layers again for the backward pass; null: if it must
     offload_optimizer: bool = False  # fp32 weights and optimiser state in host memory
     activation_checkpointing: bool = False  # the draft's layers run again in the backward pass
-    compile: bool | None = None  # torch.compile of target (where it is whole) and draft layers; null: on a GPU
+    compile: bool | None = None  # torch.compile of target (if not cached) and draft layers; null: on a GPU, if whole
     timeout_minutes: float = 30.0  # for which a rank waits for another before the job ends
     zero: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's zero_optimization
 
@@ -106,10 +107,15 @@ class ParallelConfig:
         return self.backend != "single" or self.target != "replicated"
 
     def check_job(self, optim: OptimConfig, ranks: int) -> None:
-        """Raise UserError, before any weight is loaded, for a job that the backend cannot run."""
+        """Raise UserError, before any weight is loaded, for a job that cannot be run so. Before `compile` is chosen."""
         check(
             self.backend != "single" or ranks == 1,
             f"parallel=single: {ranks} processes were started; use parallel=ddp, fsdp2 or deepspeed_zero2",
+        )
+        check(
+            not self.compile or self.target == "replicated",
+            f"parallel.compile=true: a target that is divided (parallel.target={self.target}) cannot be compiled; use "
+            "parallel.compile=null, which leaves it out",
         )
         if self.backend == "deepspeed":
             check(optim.name == "adamw", f"optim.name={optim.name}: DeepSpeed trains with adamw here; use parallel=ddp")

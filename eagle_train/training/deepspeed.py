@@ -86,10 +86,13 @@ class DeepSpeed:
         self._tools, self._norms = deepspeed.utils, utils
         self._names = {parameter: name for name, parameter in draft.named_parameters()}
         self._shapes = {name: parameter.shape for name, parameter in draft.named_parameters()}  # not yet sharded
+        begins = {} if dtype == torch.float32 else {weight: weight.detach().cpu() for weight in self._names}
         optimizer = Optimizer(draft, optim).parts[0]
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=draft, optimizer=optimizer, config=_composed(optim, parallel, dtype), dist_init_required=False
         )
+        for weight, whole in begins.items():  # DeepSpeed makes its fp32 weights of those that it has rounded
+            self._tools.safe_set_full_fp32_param(weight, whole)
         self.draft, self.divisor = self._engine, world.size
         self._make_moments()
 

@@ -28,8 +28,8 @@ def _draft_findings(found: Found) -> list[str]:
     own, reference = check["agreement_on_own_answers"], check["agreement_on_reference_answers"]
     if trained is None:
         findings.append(
-            "Train/serve check: left out, as the root has more children at one batch size than at another, or drafts "
-            "are drawn; try batch_size=1, or one tree for all, and engine.drafting=greedy."
+            "Train/serve check: left out, as rounds differ in their trees, or drafts are drawn; try batch_size=1, or "
+            "one static tree for all, without engine.gate, and engine.drafting=greedy."
         )
     else:
         agree = abs(served - trained) <= SERVING_GAP
@@ -45,7 +45,7 @@ def _draft_findings(found: Found) -> list[str]:
         findings.append(f"{policy}, and at {percent(reference)} of those of the file's answers.")
     if reference is not None and reference - own > POLICY_GAP:
         findings.append("The draft knows the file's text better than the target's: train it on the target's answers.")
-    if shares[0] < LOW_DEPTH_1:
+    if shares and shares[0] < LOW_DEPTH_1:
         tokens = found["draft_training"].get("tokens")
         seen = f"; its artifact says it was trained on {tokens:,} tokens" if tokens else ""
         findings.append(
@@ -64,7 +64,7 @@ def _draft_findings(found: Found) -> list[str]:
 def _cost_findings(found: Found) -> list[str]:
     """Why the speed-up is less than tokens per call."""
     stages = found["stage_ms_per_round"]
-    share = stages["drafting"] / sum(stages.values())
+    share = stages.get("drafting", 0.0) / sum(stages.values())
     findings = []
     if found["speedup"] < 1:
         findings.append("Speculation makes this target slower here: a round costs more than the tokens it saves.")

@@ -51,7 +51,7 @@ def summary(found: Found) -> str:
     setting = f"{found['tree']}, {sampling(found['config'])}, {several(found['prompts'], 'prompt')}"
     lines = [
         f"TPC {found['tpc']:.2f} ({setting}; repeated 8-grams {percent(found['repeated_8grams'])})",
-        f"acceptance by depth {' '.join(number(share) for share in found['acceptance_per_depth'])}",
+        f"acceptance by depth {depths(found['acceptance_per_depth'])}",
         f"speed-up over plain decoding {found['speedup']:.2f} (median of batches {found['speedup_batch_median']:.2f})",
         f"TTFT {ms(found['ttft_s'])} (plain {ms(found['plain_ttft_s'])})",
         f"TTIT {ms(found['ttit_s'])}, p50 {ms(found['ttit_p50_s'])}, p99 {ms(found['ttit_p99_s'])} "
@@ -137,6 +137,8 @@ def by_depth(found: Found) -> str:
     """With trees of several depths, each depth counts other rounds, so there is no column that compares with the one
     before."""
     shares, given = found["acceptance_per_depth"], found["acceptance_after_depth_before"]
+    if not shares:
+        return "No round had drafts: they were not expected to pay."
     header, rows = ["depth", "accepted, of rounds that draft to this depth"], [[percent(share)] for share in shares]
     if given is not None:
         header.append("of rounds that accepted the depth before")

@@ -21,6 +21,7 @@ NGRAM = 8  # repeated sequences of so many tokens are counted
 LOOP = 16  # tokens: shorter answers are not called loops
 RESAMPLES = 2000  # of the questions, for a bootstrap interval
 NO_DRAFTS = "tree: no round was of a batch size that it drafts for, so there is nothing to measure; try chain3"
+NOT_PAYING = "tree: no drafts were expected to pay, so there is nothing to measure; try chain3, without engine.gate"
 NOTHING_DRAFTED = "drafter: it drafted nothing for these questions, so there is nothing to measure; ask others"
 NO_DECODING = "no answer has a second token, so no decoding was measured; raise max_tokens, or ask other questions"
 

@@ -12,12 +12,12 @@ import torch
 
 from eagle_train.drafts import Draft, Head, TargetStates
 from eagle_train.drafts.kind import Rows
-from eagle_train.inference import Output, Tree
+from eagle_train.inference import Engine, Output, Tree
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from evals.bench.answering import Run
 from evals.bench.statistics import acceptance
-from evals.bench.trees import dispatched
+from evals.bench.trees import dispatched, may_decline
 
 Tokens = list[int]
 
@@ -75,16 +75,15 @@ def _share(hits: list[torch.Tensor]) -> float:
 def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
     """Acceptance at depth 1 as served and as in training; agreement on the target's own answers and on the file's.
 
-    As in training: None where the root has more children at one batch size than at another, since an answer does not
+    As in training: None where the root's children may be more in one round than in another, since an answer does not
     show which of its rounds had how many; where drafts may be other than the most likely tokens; and where the answers
-    are lossy, as drafts were accepted then that the target would not have chosen.
+    are lossy, as drafts were accepted then that the target would not have chosen. As served: None without a draft.
     """
     engine = run.engine
     target, draft = engine.target, run.draft
-    trees = [tree for tree, _ in dispatched(engine.dispatcher, batch_size)]
-    children = {tree.fanout[0] for tree in trees if isinstance(tree, Tree)}
+    children = _root_children(engine, batch_size)
     served = [(answer.prompt, answer.output) for answer in run.answers]
-    depth_1, own = served_as_trained(target, draft, served, max(children))
+    depth_1, own = served_as_trained(target, draft, served, children or 1)
     is_exact = engine.config.drafting == "greedy" and not any(answer.output.is_lossy for answer in run.answers)
     references = []
     for answer in run.answers:
@@ -92,8 +91,16 @@ def train_serve_check(run: Run, batch_size: int) -> dict[str, float | None]:
             tokens = target.tokenizer(answer.question.reference, add_special_tokens=False)["input_ids"]
             references.append((answer.prompt, tokens[: target.max_positions - len(answer.prompt)]))
     return {
-        "depth_1_served": acceptance(run.answers)[0],
-        "depth_1_as_trained": depth_1 if len(children) == 1 and is_exact else None,
+        "depth_1_served": next(iter(acceptance(run.answers)), None),
+        "depth_1_as_trained": depth_1 if children is not None and is_exact else None,
         "agreement_on_own_answers": own,
         "agreement_on_reference_answers": agreement(target, draft, references),
     }
+
+
+def _root_children(engine: Engine, batch_size: int) -> int | None:
+    """How many children the root has in every round of batches of up to this size; None where that is not said."""
+    trees = [tree for tree, _ in dispatched(engine.dispatcher, batch_size)]
+    counts = {tree.fanout[0] for tree in trees if isinstance(tree, Tree)}
+    are_static = all(isinstance(tree, Tree) for tree in trees)
+    return counts.pop() if are_static and len(counts) == 1 and not may_decline(engine) else None

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
-from eagle_train.errors import check
-from eagle_train.inference import Dispatcher, OpenTree, PlanTree, Tree
+from eagle_train.errors import UserError, check
+from eagle_train.inference import Dispatcher, Engine, OpenTree, PlanTree, Tree
 
 
 def check_tree(tree: Any, batch_size: int) -> None:
@@ -30,6 +30,21 @@ def have_one_depth(dispatcher: Dispatcher, batch_size: int) -> bool:
     return (
         not dispatcher.auto and all(isinstance(tree, Tree) for tree in trees) and len({t.max_depth for t in trees}) == 1
     )
+
+
+def one_chain(tree: Any, gate: bool) -> Tree:
+    """The chain that every round drafts. `gate`: as of EngineConfig. Raises UserError for a tree that is none."""
+    dispatcher = Dispatcher(tree)
+    chain = dispatcher.table[0][1].tree
+    is_fixed = len(dispatcher.table) == 1 and not dispatcher.auto and not gate
+    if not (isinstance(chain, Tree) and chain.is_chain and chain.max_depth > 0 and is_fixed):
+        raise UserError("tree: vLLM drafts one chain, whatever the batch; try chain3, without engine.gate")
+    return chain
+
+
+def may_decline(engine: Engine) -> bool:
+    """Whether rounds may go without drafts where none are expected to pay, as with tree=auto and engine.gate."""
+    return engine.config.gate or bool(engine.dispatcher.auto)
 
 
 def tree_names(dispatcher: Dispatcher, batch_size: int) -> str:

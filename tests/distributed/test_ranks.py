@@ -98,14 +98,16 @@ def case_of(kind: str, name: str, out: Path) -> dict:
     beyond the paper, low-CASE in bf16; muon-CASE and resumed-muon-CASE; told-CASE, which is left in a step.
 
     In beyond- and low-CASE steps are left out, some for what their gradients are; in CASE and low-CASE parts of steps
-    are dropped. Of DeepSpeed's, CASE-RANK tells what a checkpoint's tensors took.
+    are dropped. Of DeepSpeed's, CASE-RANK tells what a checkpoint's tensors took, and low-CASE-begins-RANK has the
+    weights before the first step.
     """
     case = {"out": str(out), "parallel": CASES[name], "train": KINDS.get(kind, TRAIN)}
     case |= {"dtype": "bfloat16" if kind == "low-" else "float32"}
     case |= {"left_out": LEFT_OUT, "spoilt": SPOILT} if kind in ("beyond-", "low-") else {}
     case |= {"dropped": DROPPED} if kind in ("", "low-") else {}
     case |= {"told": TOLD} if kind == "told-" else {}
-    return case | ({"gathered": str(out)} if name in DEEPSPEED and not kind else {})
+    told = {"": {"gathered": str(out)}, "low-": {"begins": str(out)}}
+    return case | (told.get(kind, {}) if name in DEEPSPEED else {})
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +190,16 @@ def test_two_ranks_train_in_bf16_as_one_process_does(expected, together, name):
         continuous(known(rows)) for rows in (metrics_without_times(together(name, "low-")), expected("low-"))
     )
     assert_same_run(found, alone, BF16_NOISE)
+
+
+@pytest.mark.parametrize("name", [name for name in FEW if name in DEEPSPEED])
+def test_deepspeed_begins_in_bf16_with_the_fp32_weights_it_is_given(together, data, tmp_path, name):
+    """And not with what its copies in bf16 are."""
+    low = a_target(dtype=torch.bfloat16)
+    given = dict(make_trainer(tmp_path, data, target=low, **TRAIN).draft.named_parameters())
+    out = together(name, "low-")
+    for rank in (0, 1):
+        assert_same(torch.load(f"{out}-begins-{rank}", weights_only=True), given, 0.0)
 
 
 @pytest.mark.parametrize("name", WITH_MUON)

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from eagle_train.drafts import EagleDraft
-from eagle_train.inference import SamplingParams
+from eagle_train.inference import SamplingParams, TreePlan, chain
+from eagle_train.inference.decode.adaptive import Adaptive
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from evals import mt_bench, quantisation
@@ -117,6 +118,41 @@ def test_an_error_where_no_batch_had_a_size_that_is_drafted_for(home, tmp_path, 
     given = [f"out={tmp_path}/out", f"tree={table}", "batch_size=2", f"questions={tmp_path}/questions.jsonl"]
     assert call(mt_bench.main, *arguments(home, *given)) == 2
     assert "error: tree: no round was of a batch size that it drafts for" in capsys.readouterr().err
+
+
+@pytest.fixture
+def declining(monkeypatch) -> None:
+    """No drafts are expected to pay."""
+    monkeypatch.setattr(Adaptive, "choose", lambda adaptive, rows: TreePlan(chain(0)))
+
+
+@pytest.mark.usefixtures("declining")
+def test_where_no_drafts_pay_the_figures_are_those_of_decoding_without(home, tmp_path, capsys):
+    """However long its rounds take."""
+    given = arguments(home, f"out={tmp_path}/out", "engine.gate=true", "limit=1", "max_tokens=4")
+    assert call(mt_bench.main, *given) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (found["tpc"], found["acceptance_per_depth"], found["differing_answers"]) == (1, [], 0)
+    assert found["train_serve_check"]["depth_1_served"] is None
+    told = capsys.readouterr().out
+    assert "acceptance by depth nothing drafted" in told
+    assert told.endswith("report.md, results.json, answers.jsonl\n")
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "No round had drafts: they were not expected to pay." in report
+    assert "acceptance.png" not in report
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["answers.jsonl", "report.md", "results.json"]
+
+    assert call(quantisation.main, *given) == 2
+    assert "error: tree: no drafts were expected to pay, so there is nothing to measure" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("noisy")
+def test_a_tree_that_each_round_chooses(home, tmp_path):
+    given = arguments(home, f"out={tmp_path}/out", "tree=dynamic", "limit=1", "max_tokens=4")
+    assert call(mt_bench.main, *given) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["train_serve_check"]["depth_1_served"] == found["acceptance_per_depth"][0] > 0
+    assert found["train_serve_check"]["depth_1_as_trained"] is None
 
 
 @pytest.mark.parametrize(

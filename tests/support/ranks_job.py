@@ -43,6 +43,9 @@ def one_run(data: Path, case: dict, world: World) -> None:
     else:
         target = a_target(dtype=getattr(torch, case.get("dtype", "float32")))
     trainer = make_trainer(Path(case["out"]), data, parallel=parallel, target=target, world=world, **case["train"])
+    if "begins" in case:
+        begins = {name: tensor.clone() for name, tensor in trainer.backend.state()[0].items()}
+        torch.save(begins, f"{case['begins']}-begins-{world.rank}")
     leave_out(trainer, case.get("left_out", []))
     drop_parts(trainer, case.get("dropped", []))
     spoil(trainer, case.get("spoilt", []))

@@ -574,6 +574,15 @@ def test_jobs_that_a_backend_cannot_run(backend, optim, ranks, message):
         ParallelConfig(backend).check_job(OptimConfig(optim), ranks)
 
 
+@pytest.mark.parametrize("target", ["fsdp2", "tensor"])
+def test_a_divided_target_is_not_compiled_for_who_asks_for_it(target):
+    message = rf"^parallel\.compile=true: .*\(parallel\.target={target}\).*; use parallel\.compile=null, "
+    with pytest.raises(UserError, match=message):
+        ParallelConfig("ddp", target, compile=True).check_job(OptimConfig(), 2)
+    for compile in (None, False):
+        ParallelConfig("ddp", target, compile=compile).check_job(OptimConfig(), 2)
+
+
 def test_a_step_is_a_whole_number_of_micro_batches():
     train = TrainConfig(steps=1, micro_batch_rows=4)
     assert accumulation(OptimConfig(tokens_per_step=2_097_152), train, row_tokens=2048) == 256

@@ -70,12 +70,23 @@ def test_the_trees_that_batches_of_this_size_get(table, batch_size, trees):
         ({1: chain(3), 4: full(3, 2)}, 2, False),
         ({1: chain(3), 4: chain(1)}, 2, True),
         ({1: chain(0), 4: chain(3)}, 2, False),
+        ("dynamic", 1, False),
+        ({1: chain(3), 4: "dynamic"}, 2, False),
     ],
 )
 def test_the_check_is_of_trees_whose_roots_have_as_many_children(home, target, table, batch_size, checked):
     found = train_serve_check(served(home, target, table, batch_size), batch_size)
+    assert found["depth_1_served"] > 0
     if checked:
         assert found["depth_1_as_trained"] == pytest.approx(found["depth_1_served"], abs=1e-12)
     else:
         assert found["depth_1_as_trained"] is None
     assert 0 < found["agreement_on_own_answers"] < 1
+
+
+@pytest.mark.parametrize("options", [{"tree": "auto"}, {"tree": "chain3", "gate": True}])
+def test_nothing_is_checked_of_rounds_that_may_have_no_drafts(home, target, options):
+    run = drafting_run(home, target, **options)
+    question, params = read_questions(str(home / "questions.jsonl"))[:1], SamplingParams(max_tokens=8, ignore_eos=True)
+    run.batches = answer_questions(run.engine, run.requests, question, params)
+    assert train_serve_check(run, 1)["depth_1_as_trained"] is None
