@@ -13,7 +13,7 @@ from eagle_train import train
 from eagle_train.hardware import low_precision
 from eagle_train.models.loading import TargetConfig
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.cost import measured, this_machine
+from eagle_train.training.cost import estimate, measured, this_machine
 from eagle_train.training.cost.estimate import GIB
 from eagle_train.training.cost.measured import StepPlan, beside, step_plan
 from eagle_train.training.metrics import NoTracker
@@ -203,3 +203,15 @@ def test_the_plan_by_part_is_that_of_a_step_in_sum(tmp_path, data, monkeypatch):
     of_tokens = sum(flops.values()) - flops["optimiser"]
     whole = this_machine.step_flops(of_tokens / (4 * ROW), trainer.draft.config, trainer.optim, low_precision("cpu"))
     assert sum(flops.values()) == pytest.approx(whole)
+
+
+def test_the_plan_by_part_of_a_target_in_fp8_is_half_of_it_where_the_device_has_fp8(tmp_path, data, monkeypatch):
+    """But for its attention, as `plan=true` counts it; a device without takes as long as in bf16."""
+    monkeypatch.setattr(this_machine, "measured_speed", lambda device, dtype: 1e9)
+    trainers = [make_trainer(tmp_path / quant, data, target_quant=quant) for quant in ("none", "fp8")]
+    whole, emulated = (step_plan(each, TargetConfig("t"), ParallelConfig()).seconds for each in trainers)
+    monkeypatch.setattr(estimate, "computes_fp8", lambda device: True)
+    computed = step_plan(trainers[1], TargetConfig("t"), ParallelConfig()).seconds
+    assert emulated == whole
+    assert 0.5 < computed["target"] / whole["target"] < 0.6
+    assert {**computed, "target": 0} == {**whole, "target": 0}
