@@ -1,4 +1,5 @@
-"""What a training step costs: its parts, its tokens per second, its memory; against its floor and a naive step.
+"""What a training step costs: its parts, its tokens per second, its memory; against its floor, a naive step and the
+plan of it (`eagle-train plan=true`).
 
 The floor is the step's own matrix products, replayed with nothing between them. The naive step trains the same draft on
 the same documents in the simplest way. Each of the two has its own process, and they take turns. The target's weights
@@ -20,10 +21,12 @@ from eagle_train.drafts import EagleConfig, EagleDraft
 from eagle_train.hardware import resolve_device
 from eagle_train.results import in_words, prepared_file, write_json
 from eagle_train.settings import build
+from eagle_train.training.cost import measured
 from eagle_train.training.cost.flops import flops_of
 from eagle_train.training.cost.target_shape import TargetShape
 from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.statistics import median_ratio
+from evals.bench.training_plan import beside_the_plan
 from evals.bench.training_steps import StepConfig, llama, work, write_documents
 from evals.bench.worker import Worker
 
@@ -55,9 +58,11 @@ def compared(config: StepConfig, folder: str) -> dict[str, Any]:
         for kind in kinds if number % 2 == 0 else kinds[::-1]:
             rounds[kind].append(workers[kind].ask("steps"))
         floors += [workers["ours"].ask("floor") for _ in range(config.steps)]
+    plan = workers["ours"].ask("plan")
     for worker in workers.values():
         worker.close()
-    return figures(config, rounds, floors)
+    found = figures(config, rounds, floors)
+    return found | {"plan": beside_the_plan(found, plan, device)}
 
 
 def figures(config: StepConfig, rounds: dict[str, list[dict]], floors: list[list[float]]) -> dict[str, Any]:
@@ -115,6 +120,7 @@ def text(found: dict[str, Any]) -> str:
     beside = "the target in parallel with the rest" if found["device"] == "cpu" else "one after the other"
     lines.append(f"of our step, {beside}:")
     lines += [f"  {part:<18}{seconds * 1e3:8.1f} ms" for part, seconds in found["parts_s"].items()]
+    lines.append(measured.text(found["plan"], side_by_side=found["device"] == "cpu"))
     lines.append(
         f"the step takes {found['step_over_floor']:.2f} times its products alone ({found['floor_s'] * 1e3:.0f} ms); it "
         f"waited for data {found['data_wait']:.1%} of the time"

@@ -159,14 +159,15 @@ def divide(ranks: Ranks, target: Target, drafter: Drafter | None, config: Engine
     faster by the speeds that the first rank measures. Raises OptionError for a draft that cannot be divided."""
     if ranks.group is None:
         return
-    draft = drafter.draft if isinstance(drafter, Eagle) else None
-    if draft is not None:
+    draft, proposing = None, 0
+    if isinstance(drafter, Eagle):
+        draft, proposing = drafter.draft, sum(head.lm_head.num_bytes for head in drafter.heads)
         check_divides(config.divide_draft, draft, ranks.size)
     weight, speeds = target.lm_head.weight, None
     wanted = config.divide_lm_head, config.divide_draft
     if None in wanted:
         speeds = measured_speeds(ranks, weight.shape[1], weight.dtype)
-    divided = division(draft, weight.numel() * weight.itemsize, ranks.size, *wanted, speeds)
+    divided = division(draft, target.lm_head.num_bytes, proposing, ranks.size, *wanted, speeds)
     if divided.lm_head:
         ranks.divided_head = DividedHead(target.lm_head, ranks)
         keep_fp16_copy(ranks.divided_head.part.weight)

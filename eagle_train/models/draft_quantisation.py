@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from eagle_train.errors import check
+from eagle_train.errors import OptionError, check
 from eagle_train.ops.linear import Fp8Linear, Int4Linear, QuantisedLinear
 
 M = TypeVar("M", bound=nn.Module)
@@ -33,6 +33,18 @@ class Quant:
 
     def __str__(self) -> str:
         return self.scheme if self.scheme == "none" else f"{self.scheme} ({self.scope})"
+
+
+def scheme_of_lm_head(kind: str, inputs: int) -> type[QuantisedLinear]:
+    """What multiplies with a copy of an LM head of so many inputs in few bits; `kind`: fp8 or int4, as
+    `EngineConfig.draft_lm_head`. Raises OptionError where that has no product for so many inputs."""
+    made = SCHEMES[kind]
+    check(
+        inputs % made.inputs == 0,
+        f"draft_lm_head={kind}: the LM head has {inputs} inputs, no multiple of {made.inputs}; use target",
+        OptionError,
+    )
+    return made
 
 
 @torch.no_grad()

@@ -24,6 +24,11 @@ class LMHead:
     scale: float = 1.0
     softcap: float | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight, as a product reads it."""
+        return self.weight.numel() * self.weight.itemsize
+
     def of(self, tokens: torch.Tensor) -> "LMHead":
         """The head of these tokens alone, ids [V']."""
         return replace(self, weight=self.weight[tokens], bias=None if self.bias is None else self.bias[tokens])
@@ -63,6 +68,11 @@ class QuantisedLMHead(LMHead):
     device, so that no kernel reads it."""
 
     product: QuantisedLinear | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        assert self.product is not None, "made by `quantised`"
+        return self.product.codes.nbytes + self.product.scales.nbytes
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.product is not None, "made by `quantised`"

@@ -165,6 +165,12 @@ class QuantisedLinear(nn.Module):
         """The codes and scales of a weight [N, K], as ops/weight_codes.py makes them."""
         raise NotImplementedError
 
+    @classmethod
+    def gpu_bytes(cls, outputs: int, inputs: int) -> int:
+        """Bytes of a weight [N, K] without a bias as the kernel of a GPU reads it; N is filled up to a multiple of
+        `outputs`."""
+        raise NotImplementedError
+
     def parts(self) -> CodesAndScales:
         """The codes [N, K] and scales that it was made from, before it has a kernel."""
         raise NotImplementedError
@@ -200,6 +206,11 @@ class Int4Linear(QuantisedLinear):
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None):
         super().__init__(pack_int4(codes), scales.view(torch.int16), bias)
 
+    @classmethod
+    def gpu_bytes(cls, outputs: int, inputs: int) -> int:
+        rows = outputs + -outputs % cls.outputs
+        return rows * inputs // 2 + 2 * 2 * rows * inputs // GROUP  # a scale and a zero point of each group, in bf16
+
     def parts(self) -> CodesAndScales:
         """Codes, int8 [N, K], and scales, bf16 [N, K / GROUP]."""
         assert not self.has_kernel, "a kernel keeps them in an order of its own"
@@ -233,6 +244,10 @@ class Fp8Linear(QuantisedLinear):
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None):
         super().__init__(codes.view(torch.uint8), scales.view(torch.int32), bias)
+
+    @classmethod
+    def gpu_bytes(cls, outputs: int, inputs: int) -> int:
+        return (outputs + -outputs % cls.outputs) * (inputs + 4)
 
     def parts(self) -> CodesAndScales:
         """Codes, FP8 [N, K], and scales, fp32 [N, 1]."""

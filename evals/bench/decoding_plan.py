@@ -16,6 +16,7 @@ from eagle_train.drafts import Draft, DraftConfig
 from eagle_train.inference import Dispatcher, EngineConfig, PlanTree
 from eagle_train.inference.parallel.cost import Speeds
 from eagle_train.inference.parallel.divided_draft import Division, check_divides, collectives, divided_bytes, division
+from eagle_train.models.draft_quantisation import scheme_of_lm_head
 from eagle_train.models.loading import check_placement
 from eagle_train.models.shapes import heads_of
 from eagle_train.training.backend import ParallelConfig
@@ -99,23 +100,51 @@ class DecodingPlan:
         return self.shape.vocabulary * self.shape.hidden * self.dtype.itemsize
 
     @cached_property
+    def proposing_bytes(self) -> int:
+        """Of the LM heads that the draft proposes with, as the engine has them. Raises OptionError for few bits that
+        have no product for so many inputs."""
+        return self._proposing_heads * (self._few_bits or self._tokens_bytes)
+
+    @property
+    def _proposing_heads(self) -> int:
+        return max(1, self.draft.own_heads)
+
+    @property
+    def _tokens_bytes(self) -> int:
+        """Of an LM head for the draft's tokens."""
+        return (self.draft.vocab_size or self.shape.vocabulary) * self.shape.hidden * self.dtype.itemsize
+
+    @property
+    def _few_bits(self) -> int:
+        """Bytes of its copy in few bits; 0 where there is none."""
+        kind = self.options.draft_lm_head
+        if kind == "target":
+            return 0
+        tokens, inputs = self.draft.vocab_size or self.shape.vocabulary, self.shape.hidden
+        return scheme_of_lm_head(kind, inputs).gpu_bytes(tokens, inputs)
+
+    @cached_property
     def division(self) -> Division:
         """What the engine divides over the GPUs. Raises OptionError for a draft that cannot be."""
         if self.gpus == 1:
             return Division(False, False)
         check_divides(self.options.divide_draft, self.module, self.gpus)
         wanted = self.options.divide_lm_head, self.options.divide_draft
-        return division(self.module, self.head_bytes, self.gpus, *wanted, self.speeds)
+        return division(self.module, self.head_bytes, self.proposing_bytes, self.gpus, *wanted, self.speeds)
 
     @property
     def whole_and_divided(self) -> dict[str, tuple[Reading, Reading]]:
         """What the engine compares: the LM head, and a forward of the draft with it, whole and divided."""
-        head, draft, waits = self.head_bytes, divided_bytes(self.module), 1 + collectives(self.module)
+        draft, proposing, waits = divided_bytes(self.module), self.proposing_bytes, 1 + collectives(self.module)
 
-        def pair(weights: float, sums: int) -> tuple[Reading, Reading]:
+        def pair(weights: float, head: int, sums: int) -> tuple[Reading, Reading]:
             return Reading(weights, head, 0, 0), Reading(weights / self.gpus, head / self.gpus, 0, sums)
 
-        return {"the LM head of validation": pair(0, 1), "a forward of the draft with its LM head": pair(draft, waits)}
+        of_draft = pair(draft, proposing, waits)
+        return {
+            "the LM head of validation": pair(0, self.head_bytes, 1),
+            "a forward of the draft with its LM head": of_draft,
+        }
 
     def validation(self, batch_size: int, context: int, nodes: int = 1) -> Reading:
         """The target's forward over so many nodes a row; of plain decoding one."""
@@ -123,7 +152,7 @@ class DecodingPlan:
         kv = sum(self._kv(text, layer) * _seen(text, layer, context) for layer in range(layers))
         several, divided = self.gpus > 1, self.division.lm_head
         return Reading(
-            self.shape.read_by(batch_size * nodes) * self.dtype.itemsize / self.gpus,
+            self.shape.read_by(batch_size * nodes) * self.shape.bytes_of(self.dtype) / self.gpus,
             self.head_bytes / (self.gpus if divided else 1),
             batch_size * kv / self.gpus,
             several * (2 * layers + 2) + divided,  # embedding, both halves of each layer, the drawn tokens
@@ -137,10 +166,9 @@ class DecodingPlan:
         forwards = 1 if draft.at_once or draft.in_one_pass else depth
         parts = self.gpus if divided else 1
         of_layers = 1 if draft.at_once else parts
-        head = 0.0 if draft.own_heads else self.head_bytes * (draft.vocab_size or self.shape.vocabulary)
         return Reading(
             forwards * self._read_of_draft(batch_size) / of_layers,
-            forwards * head / self.shape.vocabulary / parts,
+            forwards * self.proposing_bytes / parts,
             forwards * batch_size * self._draft_kv(context) / of_layers,
             forwards * divided * (1 + collectives(self.module)) + several,  # and the first rank's drafts to all
         )
@@ -171,8 +199,15 @@ class DecodingPlan:
             "target's weights": target_weights(self.shape, parallel, size, self.dtype),
             "draft's weights": sum(each.numel() for each in self.module.parameters()) * self.dtype.itemsize / of_layers,
             "target's keys and values": tokens * kv,
+            "draft's copies of LM heads": self._copied_bytes,
             "draft's keys and values": tokens * self.draft.num_layers * self._draft_kv_of_token / of_layers,
         }
+
+    @property
+    def _copied_bytes(self) -> float:
+        """Of copies of LM heads: for the draft's tokens where it does not know all, and in few bits."""
+        of_tokens = self._tokens_bytes if self.draft.vocab_size else 0
+        return self._proposing_heads * (of_tokens + self._few_bits / (self.gpus if self.division.draft else 1))
 
     def _kv(self, text: Any, layer: int) -> int:
         """Bytes of a token's keys and values in a layer of the target."""
@@ -192,8 +227,10 @@ class DecodingPlan:
         return self._draft_kv_of_token * sum(min(context, limit or context) for limit in limits)
 
     def _read_of_draft(self, tokens: int) -> float:
-        """Bytes of matrices that a forward of so many tokens reads; each goes through one of a layer's experts."""
-        matrices = [(name, each) for name, each in self.module.named_parameters() if each.ndim >= 2]
+        """Bytes of matrices that a forward of so many tokens reads, without LM heads; each token goes through one of a
+        layer's experts."""
+        inside = self.module.named_parameters()
+        matrices = [(name, each) for name, each in inside if each.ndim >= 2 and not name.startswith("lm_head")]
         routed = sum(each.numel() for name, each in matrices if ".experts" in name)
         share = 1 - (1 - 1 / getattr(self.draft, "num_experts", 1)) ** tokens
         return (sum(each.numel() for _, each in matrices) - routed * (1 - share)) * self.dtype.itemsize

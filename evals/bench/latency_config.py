@@ -57,5 +57,7 @@ class Config(SweepConfig):
         check(self.relaxed_topk == 0, f"relaxed_topk={self.relaxed_topk}: leave it out with shapes, which simulate it")
         if self.plan:
             check(self.quants == ["none"], f"quants={self.quants}: leave it out with plan=true, of drafts as they are")
+            auto = any(Dispatcher(tree).auto for tree, _ in self.drafters.values())
+            check(not auto, f"trees={self.trees}: plan=true needs trees of a size that is known; leave auto out")
         if not self.plan or self.acceptance is not None:
             check_random(self.acceptance or [], max(deepest), f"acceptance={self.acceptance}", f"trees={self.trees}")

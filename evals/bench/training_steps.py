@@ -26,13 +26,14 @@ from eagle_train.corpus.stream import Stream
 from eagle_train.distributed import ALONE
 from eagle_train.drafts import EagleConfig, EagleDraft, shift_hidden
 from eagle_train.errors import check
-from eagle_train.models.loading import DTYPES, TargetConfig, training_dtype
+from eagle_train.models.loading import DTYPES, training_dtype
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.torch_private import DispatchMode, fp8_operator
 from eagle_train.training.assembly import look_ahead, round_target
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.store import CheckpointStore
+from eagle_train.training.cost.measured import StepPlan, step_plan
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.target_pass import can_compile, target_states
@@ -40,7 +41,7 @@ from eagle_train.training.train_config import TrainConfig, accumulation
 from eagle_train.training.trainer import Trainer
 from evals.bench.config import check_least
 from evals.bench.memory import peak_bytes
-from evals.bench.random_models import random_target
+from evals.bench.random_models import AS_TARGET, random_target
 from evals.bench.stage_clock import timed
 
 DOCUMENTS = 2000
@@ -115,7 +116,7 @@ def llama(config: StepConfig) -> LlamaConfig:
 
 def llama_target(config: StepConfig, device: str) -> Target:
     """A random Llama of this shape, in the dtype that training loads one in."""
-    dtype = DTYPES[training_dtype(TargetConfig("random"), device).dtype]
+    dtype = DTYPES[training_dtype(AS_TARGET, device).dtype]
     assert dtype is not None  # `training_dtype` leaves no auto
     return random_target(llama(config), dtype, device, word_tokenizer(config.vocab))
 
@@ -137,7 +138,8 @@ class Ours:
         self.draft = draft.to(device)
         optim = OptimConfig(tokens_per_step=config.tokens_per_step)
         compiled = can_compile(self.target, config.micro_batch_rows, config.row_tokens, config.compile)
-        backend = prepare(self.draft, optim, ParallelConfig(compile=compiled), ALONE, self.target.dtype)
+        self.parallel = ParallelConfig(compile=compiled)
+        backend = prepare(self.draft, optim, self.parallel, ALONE, self.target.dtype)
         train = config.train_config()
         steps = accumulation(optim, train, config.row_tokens)
         ahead = look_ahead(self.stream, self.target, self.draft.config, train, steps, compiled=compiled)
@@ -177,6 +179,10 @@ class Ours:
         counts = self.stream.counts
         filled = counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
         return round(self.trainer.state.tokens * filled)
+
+    def plan(self) -> StepPlan:
+        """What `plan=true` would say of the step on this machine."""
+        return step_plan(self.trainer, AS_TARGET, self.parallel)
 
     def floor(self) -> list[float]:
         """Seconds of a step's products alone, in two ways: the target's in parallel with the draft's, or before."""
@@ -347,7 +353,8 @@ class Naive:
 
 
 def work(kind: str, config: StepConfig, folder: str, device: str, line: Connection) -> None:
-    """A worker process: builds its step; on each order runs `steps` of it, or its floor, and sends what they took."""
+    """A worker process: builds its step; on each order runs `steps` of it, or its floor, and sends what they took; or
+    plans it, and sends the plan."""
     torch.manual_seed(config.seed)
     torch.empty(1, device=device)  # memory of the device's own libraries is not the step's
     before = peak_memory(device)
@@ -356,9 +363,9 @@ def work(kind: str, config: StepConfig, folder: str, device: str, line: Connecti
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     while (order := line.recv()) is not None:
-        if order == "floor":
+        if order != "steps":
             assert isinstance(step, Ours)
-            line.send(step.floor())
+            line.send(step.floor() if order == "floor" else step.plan())
             continue
         step.parts.clear()
         seconds, tokens = [], 0

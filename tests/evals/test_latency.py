@@ -261,6 +261,14 @@ def test_a_plan_of_decoding(tmp_path, capsys, monkeypatch):
         ([], "draft is needed: give draft=DIR, or shapes"),
         (["draft=d", "plan=true"], "plan=true: needs shapes"),
         ([*SHAPES, "plan=true", "quants=[fp8]"], "quants=['fp8']: leave it out with plan=true"),
+        (
+            [*SHAPES, "plan=true", "trees=[chain2,auto]"],
+            "trees=['chain2', 'auto']: plan=true needs trees of a size that",
+        ),
+        (
+            [*SHAPES, "plan=true", "engine.draft_lm_head=int4"],
+            "draft_lm_head=int4: the LM head has 64 inputs, no multi",
+        ),
         ([*SHAPES, "plan=true", "cluster.gpus=3"], "2 key/value heads cannot be divided between 3 processes"),
         ([*SHAPES, "plan=true", "cluster.sum_us=0"], "cluster.sum_us=0.0: must be above 0"),
         ([*SHAPES, "draft.window=0"], "draft.window=0: must be null or at least 1"),

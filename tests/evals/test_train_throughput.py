@@ -1,10 +1,14 @@
 """evals.train_throughput on a tiny shape: the figures add up."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from eagle_train.hardware import computes_fp8
+from eagle_train.training.cost.measured import StepPlan
 from evals import train_throughput
+from evals.bench.training_plan import beside_the_plan
 from evals.bench.training_steps import StepConfig
 from tests.support.command_line import call
 
@@ -35,7 +39,15 @@ def test_figures_are_medians_of_the_rounds_and_memory_the_first_ones():
     assert found["step_over_floor"] == pytest.approx(1.5)
     assert found["parts_s"] == {"target": 0.5, "waiting for data": 0.1}
     assert found["data_wait"] == pytest.approx(0.1)
-    found = found | {"device": "cpu"}
+    parts = {"  draft, forward": 0.3, "  draft, backward": 0.6, "draft and loss": 1.0, "optimiser": 0.1}
+    found["parts_s"] |= parts
+    plan = StepPlan({"target": 1.0, "loss": 0.2, "draft": 0.9, "optimiser": 0.0}, {}, 10)
+    found = found | {"device": "cpu", "plan": beside_the_plan(found, plan, "cpu")}
+    rows = {row["part"]: row["measured"] for row in found["plan"]["seconds"]}
+    assert rows == pytest.approx({"target": 0.5, "loss": 0.1, "draft": 0.9, "optimiser": 0.1, "all": 1.2})
+    on_gpu = replace(plan, memory={"target's weights": 20.0, "draft's activations": 70.0, "CUDA": 1.0})
+    memory = beside_the_plan(found, on_gpu, "cuda")["bytes"]
+    assert [(row["planned"], row["measured"]) for row in memory] == [(20, 10), (70, 90), (90, 100)]
     found["ours"]["peak_memory"] = 3 * 2**20  # no tenth of a GiB
     assert train_throughput.text(found).splitlines()[0].endswith("500 tokens/s      3.0 MiB at most")
 
@@ -51,6 +63,8 @@ def test_the_command_writes_and_prints_its_figures(tmp_path, capsys):
     assert 0 <= found["data_wait"] < 1
     said = capsys.readouterr().out
     assert "times its products alone" in said
+    assert "the plan, of a step" in said
+    assert all(row["planned"] > 0 for row in found["plan"]["seconds"] if row["part"] != "optimiser")  # AdamW's is none
     assert f"written to {out}" in said
 
 
@@ -58,3 +72,19 @@ def test_the_command_writes_and_prints_its_figures(tmp_path, capsys):
 def test_mistakes_are_one_line(tmp_path, capsys, override):
     assert call(train_throughput.main, f"out={tmp_path / 'x.json'}", override) == 2
     assert capsys.readouterr().err.startswith(f"error: {override}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant", ["none", "fp8"])
+def test_a_gpus_peak_memory_is_the_plans(tmp_path, quant):
+    """Of a step large enough that what no plan counts, kernels' workspaces and gaps between blocks, is little of it."""
+    if quant == "fp8" and not computes_fp8("cuda"):
+        pytest.skip("this GPU has no FP8 products")
+    out = tmp_path / "found.json"
+    shape = ("vocab=32000", "hidden=1024", "intermediate=3072", "heads=8", "kv_heads=4", "layers=8", "draft_layers=3")
+    size = ("row_tokens=2048", "micro_batch_rows=4", "tokens_per_step=16384", "rounds=1", "steps=2")
+    given = (f"out={out}", "device=cuda", "naive=false", f"target_quant={quant}", *shape, *size)
+    assert call(train_throughput.main, *given) == 0
+    memory = {row["part"]: row["ratio"] for row in json.loads(out.read_text())["plan"]["bytes"]}
+    assert memory["target's weights"] == pytest.approx(1, rel=0.05)
+    assert memory["all, without CUDA's own"] == pytest.approx(1, rel=0.15)

@@ -12,8 +12,9 @@ import torch
 from eagle_train import train
 from eagle_train.hardware import low_precision
 from eagle_train.models.loading import TargetConfig
+from eagle_train.ops.linear import FrozenFp8Linear
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.cost import measured, this_machine
+from eagle_train.training.cost import estimate, measured, this_machine
 from eagle_train.training.cost.estimate import GIB
 from eagle_train.training.cost.measured import StepPlan, beside, step_plan
 from eagle_train.training.metrics import NoTracker
@@ -26,6 +27,7 @@ from tests.support.command_line import (
     train_arguments,
     write_jsonl,
 )
+from tests.support.tiny import tiny_target, tiny_tokenizer
 from tests.support.trainers import ROW, make_trainer
 
 PLAN = StepPlan({"target": 0.1, "loss": 0.2, "draft": 0.4, "optimiser": 0.0}, {}, 10)
@@ -194,7 +196,8 @@ def test_the_plan_by_part_is_that_of_a_step_in_sum(tmp_path, data, monkeypatch):
     trainer = make_trainer(tmp_path, data, optim={"name": "muon"})
     plan = step_plan(trainer, TargetConfig("t"), ParallelConfig())
     assert plan.memory == {}
-    assert plan.weights == sum(parameter.nbytes for parameter in trainer.target.model.parameters())
+    model = trainer.target.model
+    assert plan.weights == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     monkeypatch.setattr(measured, "device_memory", lambda device: 80 * GIB)
     on_gpu = step_plan(trainer, TargetConfig("t"), ParallelConfig())
     assert on_gpu.memory["target's weights"] == pytest.approx(plan.weights, rel=1e-3)
@@ -203,3 +206,25 @@ def test_the_plan_by_part_is_that_of_a_step_in_sum(tmp_path, data, monkeypatch):
     of_tokens = sum(flops.values()) - flops["optimiser"]
     whole = this_machine.step_flops(of_tokens / (4 * ROW), trainer.draft.config, trainer.optim, low_precision("cpu"))
     assert sum(flops.values()) == pytest.approx(whole)
+
+
+def test_the_plan_by_part_of_a_target_in_fp8_is_half_of_it_where_the_device_has_fp8(tmp_path, data, monkeypatch):
+    """But for its attention, as `plan=true` counts it; a device without takes as long as in bf16."""
+    monkeypatch.setattr(this_machine, "measured_speed", lambda device, dtype: 1e9)
+    trainers = [make_trainer(tmp_path / quant, data, target_quant=quant) for quant in ("none", "fp8")]
+    whole, emulated = (step_plan(each, TargetConfig("t"), ParallelConfig()).seconds for each in trainers)
+    monkeypatch.setattr(estimate, "computes_fp8", lambda device: True)
+    computed = step_plan(trainers[1], TargetConfig("t"), ParallelConfig()).seconds
+    assert emulated == whole
+    assert 0.5 < computed["target"] / whole["target"] < 0.6
+    assert {**computed, "target": 0} == {**whole, "target": 0}
+
+
+def test_the_weights_of_a_target_in_fp8_are_there(tmp_path, data):
+    """Their codes, which are no parameters, in place of those that were rounded."""
+    target = tiny_target(tokenizer=tiny_tokenizer(), num_hidden_layers=2)
+    whole = step_plan(make_trainer(tmp_path, data, target=target), TargetConfig("t"), ParallelConfig()).weights
+    target.round_to_fp8()
+    weights = step_plan(make_trainer(tmp_path, data, target=target), TargetConfig("t"), ParallelConfig()).weights
+    rounded = [each for each in target.model.modules() if isinstance(each, FrozenFp8Linear)]
+    assert whole - weights == sum(3 * each.codes.nbytes - each.scales.nbytes for each in rounded) > 0

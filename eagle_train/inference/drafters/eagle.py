@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from eagle_train.drafts import Draft, Head, shift_hidden
-from eagle_train.errors import OptionError, check
+from eagle_train.errors import check
 from eagle_train.hardware import warn_of_emulation
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
@@ -32,7 +32,7 @@ from eagle_train.inference.drafters.growing import Growing, Nodes, keep_drafted
 from eagle_train.inference.parallel.divided_draft import divide_draft
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
-from eagle_train.models.draft_quantisation import SCHEMES
+from eagle_train.models.draft_quantisation import scheme_of_lm_head
 from eagle_train.models.fused import fuse_products
 from eagle_train.models.head import quantised
 from eagle_train.models.patches import optimize_for_decoding
@@ -94,7 +94,8 @@ class Eagle(Growing[Nodes]):
         for head in heads:
             head.lm_head = divided = DividedHead(head.lm_head, ranks)
             if self.lm_head_kind != "target":
-                divided.part = quantised(divided.part, SCHEMES[self.lm_head_kind])
+                made = scheme_of_lm_head(self.lm_head_kind, divided.part.weight.shape[1])
+                divided.part = quantised(divided.part, made)
         self.use_heads(heads)
         weights = [head.lm_head.part.weight for head in heads]
         optimize_for_decoding(self.draft, self.target.dtype, weights, drop_hooks=True)
@@ -121,12 +122,7 @@ class Eagle(Growing[Nodes]):
             return
         heads = self.made_heads()
         if kind != "target":
-            inputs, made = heads[0].lm_head.weight.shape[1], SCHEMES[kind]
-            check(
-                inputs % made.inputs == 0,
-                f"draft_lm_head={kind}: the LM head has {inputs} inputs, no multiple of {made.inputs}; use target",
-                OptionError,
-            )
+            made = scheme_of_lm_head(kind, heads[0].lm_head.weight.shape[1])
             if kind == "fp8":
                 warn_of_emulation("draft_lm_head", FP8, self.target.device, plain="target")
             for head in heads:

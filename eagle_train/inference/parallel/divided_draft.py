@@ -49,8 +49,13 @@ def collectives(draft: Draft) -> int:
 
 
 def divided_bytes(draft: Draft) -> int:
-    """Bytes of a draft's weights of which each rank keeps a part."""
-    return 0 if draft.config.at_once else sum(each.numel() * each.itemsize for each in draft.parameters())
+    """Bytes of a draft's weights of which each rank keeps a part, without those of LM heads of its own."""
+    if draft.config.at_once:
+        return 0
+    own = (draft.own_head(level) for level in range(draft.config.own_heads))
+    return sum(each.numel() * each.itemsize for each in draft.parameters()) - sum(
+        head.num_bytes for head in own if head
+    )
 
 
 class Division(NamedTuple):
@@ -61,17 +66,24 @@ class Division(NamedTuple):
 
 
 def division(
-    draft: Draft | None, head_bytes: int, size: int, lm_head: bool | None, of_draft: bool | None, speeds: Speeds | None
+    draft: Draft | None,
+    head_bytes: int,
+    proposing_bytes: int,
+    size: int,
+    lm_head: bool | None,
+    of_draft: bool | None,
+    speeds: Speeds | None,
 ) -> Division:
-    """What `size` ranks divide of an LM head of so many bytes, and of a draft where it can be: as `lm_head` and
-    `of_draft` say (`EngineConfig`); None: where that is faster by `speeds`."""
+    """What `size` ranks divide of an LM head of so many bytes, and of a draft where it can be, with the
+    `proposing_bytes` of what it proposes with: as `lm_head` and `of_draft` say (`EngineConfig`); None: where that is
+    faster by `speeds`."""
 
     def is_divided(wanted: bool | None, num_bytes: int, waits: int) -> bool:
         return pays(num_bytes, waits, size, speeds) if wanted is None and speeds is not None else bool(wanted)
 
     divides = False
     if draft is not None and reason_against(draft, size) is None:
-        divides = is_divided(of_draft, head_bytes + divided_bytes(draft), 1 + collectives(draft))
+        divides = is_divided(of_draft, proposing_bytes + divided_bytes(draft), 1 + collectives(draft))
     return Division(is_divided(lm_head, head_bytes, 1), divides)
 
 

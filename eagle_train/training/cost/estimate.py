@@ -15,6 +15,7 @@ import torch
 
 from eagle_train.drafts import DraftConfig
 from eagle_train.errors import check
+from eagle_train.hardware import computes_fp8
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.state_files import read_header
 from eagle_train.training.backend import ParallelConfig
@@ -102,6 +103,11 @@ class CostEstimate:
     def reads(self) -> bool:
         """Whether the target's states are read from disk."""
         return not self.target.layers
+
+    def timed_flops(self, device: torch.device | str) -> dict[str, float]:
+        """FLOPs of a token by part, without those that take no time on this device."""
+        saved = self.saved if computes_fp8(device) else 0.0
+        return {part: each - (saved if part == "target" else 0.0) for part, each in self.flops.items()}
 
 
 def estimate_cost(

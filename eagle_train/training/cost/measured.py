@@ -47,9 +47,9 @@ def step_plan(trainer: Trainer, target: TargetConfig, parallel: ParallelConfig) 
     shape = (target, hf_config, trainer.draft.config, trainer.config, trainer.optim)
     run = PlannedRun(*shape, cluster, row_tokens, world.size, own.dtype)
     cost = run.cost(chosen(parallel, world.size, world.node, lambda each: memory is None or run.fits(each)))
-    seconds = part_seconds(cost.flops, trainer.draft.config, trainer.optim, device.type, world.size)
+    seconds = part_seconds(cost.timed_flops(device), trainer.draft.config, trainer.optim, device.type, world.size)
     ends = {each.data_ptr(): each for each in (own.embedding, own.lm_head.weight)}.values()
-    there = own.model.parameters() if isinstance(own, Target) else ends
+    there = [*own.model.parameters(), *own.model.buffers()] if isinstance(own, Target) else ends  # codes are buffers
     weights = sum(_local_bytes(tensor) for tensor in there)
     return StepPlan(
         {STAGES[part]: each for part, each in seconds.items()}, cost.memory if memory is not None else {}, weights

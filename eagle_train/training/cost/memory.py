@@ -23,7 +23,7 @@ def target_weights(
     at once. `in_fp8`: it computes so, which a target that is divided does not; each output has a scale in fp32.
     """
     ends = dtype.itemsize * target.vocabulary * target.hidden * (1 if target.tied else 2)
-    each = dtype.itemsize if target.bits is None else target.bits / 8
+    each = target.bytes_of(dtype)
     whole = ends + each * (target.parameters - ends / dtype.itemsize)
     if parallel.target == "replicated":
         return whole - ((dtype.itemsize - 1) * target.rounded - 4 * target.rounded_rows if in_fp8 else 0)

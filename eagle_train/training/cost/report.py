@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle_train.corpus.source import DataConfig
 from eagle_train.drafts import planned_config
-from eagle_train.hardware import computes_fp8, resolve_device
+from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import DTYPES, TargetConfig, check_placement, load_config
 from eagle_train.results import count_in_words, in_words, time_in_words
 from eagle_train.settings import build
@@ -61,8 +61,7 @@ def cost_report(config: DictConfig, ranks: int) -> str:
     if train.minutes is None and cluster.gpus is not None:  # a job for other machines
         return lines
     device = resolve_device(config.device)
-    flops = sum(cost.flops.values()) - (cost.saved if computes_fp8(device) else 0)
-    here = steps_here(train, flops, draft, optim, device)
+    here = steps_here(train, sum(cost.timed_flops(device).values()), draft, optim, device)
     return f"{lines}\n{here}"
 
 

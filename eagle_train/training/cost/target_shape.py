@@ -35,6 +35,10 @@ class TargetShape:
     in_experts: int = 0  # the decoder's weights in routed experts
     chosen: float = 1.0  # the share of the experts that a token goes through
 
+    def bytes_of(self, dtype: torch.dtype) -> float:
+        """Of a layer's weight, in `dtype` where the checkpoint is not quantised."""
+        return dtype.itemsize if self.bits is None else self.bits / 8
+
     def read_by(self, tokens: int) -> float:
         """The decoder's weights that a forward of so many tokens reads, each of which chooses its experts by chance."""
         return self.active + self.in_experts * (1 - (1 - self.chosen) ** tokens - self.chosen)

@@ -1,14 +1,17 @@
 """What a round reads, and what a GPU holds: against sums by hand over a small shape."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from eagle_train.drafts import EagleConfig
+from eagle_train.drafts import DraftConfig, EagleConfig, planned_config
 from eagle_train.errors import OptionError
 from eagle_train.inference import EngineConfig
+from eagle_train.models.draft_quantisation import SCHEMES
+from eagle_train.models.head import LMHead, quantised
 from eagle_train.training.cost.estimate import ClusterConfig
 from eagle_train.training.cost.target_shape import TargetShape
 from evals.bench import decoding_plan
@@ -21,13 +24,14 @@ HEAD = 4 * 96 * 32
 DRAFT = 4 * 64 * 32 + 3 * LAYER  # fc and three layers
 KV = 4 * 2 * 2 * 8  # of a token in a layer
 BATCH, CONTEXT = 2, 10
+COPIES = "draft's copies of LM heads"
 
 
-def plan_of(gpus: int = 1, config: dict[str, Any] = LLAMA, draft: dict[str, Any] | None = None, **options) -> Any:
-    """`options`: of the engine, and `memory_tb_s` and `sum_us`."""
+def plan_of(gpus: int = 1, config: dict[str, Any] = LLAMA, draft: Any = None, **options) -> Any:
+    """`draft`: its settings, or its config. `options`: of the engine, and `memory_tb_s` and `sum_us`."""
     cluster = ClusterConfig(**{key: options.pop(key) for key in ("memory_tb_s", "sum_us") if key in options})
     target = ShapesConfig(config, None, "float32").target
-    shape = EagleConfig.from_target(target, **draft or {})
+    shape = draft if isinstance(draft, DraftConfig) else EagleConfig.from_target(target, **draft or {})
     return DecodingPlan(target, shape, torch.float32, gpus, cluster, EngineConfig(**options))
 
 
@@ -42,6 +46,42 @@ def test_one_gpu_reads_all():
     windowed = plan_of(draft={"window": 4}).drafting(BATCH, CONTEXT, depth=2)
     assert windowed.kv == 2 * BATCH * 4 * 3 * KV
     assert plan_of(draft={"vocab_size": 24}).drafting(BATCH, CONTEXT, 1).lm_head == HEAD / 4
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_drafts_are_proposed_with_the_lm_head_that_the_engine_keeps_for_them(kind):
+    """Its bytes are those of what is made of it; the validation reads the target's own."""
+    wide = LLAMA | {"hidden_size": 128, "head_dim": 8}
+    plain, plan = plan_of(config=wide), plan_of(config=wide, draft_lm_head=kind)
+    made = quantised(LMHead(torch.randn(96, 128)), SCHEMES[kind])
+    kept = made.num_bytes if kind == "int4" else 96 * (128 + 4)  # a CPU widens FP8
+    assert kept < plain.head_bytes / 3
+    drafting = plan.drafting(BATCH, CONTEXT, depth=2)
+    assert drafting == replace(plain.drafting(BATCH, CONTEXT, depth=2), lm_head=2 * kept)
+    assert plan.validation(BATCH, CONTEXT) == plain.validation(BATCH, CONTEXT)
+    assert plan.memory(BATCH, 20, "chain2") == {**plain.memory(BATCH, 20, "chain2"), COPIES: kept}
+    assert plan_of(2, config=wide, draft_lm_head=kind, divide_draft=True).drafting(1, 1, 1).lm_head == kept / 2
+
+
+def test_lm_heads_of_the_drafts_own_are_proposed_with():
+    """Of an EAGLE-3 draft: counted once, in few bits too; for its own tokens those of the target's are copied."""
+    target = ShapesConfig(LLAMA, None, "float32").target
+    own = {"kind": "eagle3", "layers": [1, 2], "vocab_size": 48}
+    plans = [plan_of(draft=planned_config(target, own), draft_lm_head=kind) for kind in ("target", "fp8")]
+    plain, few = (plan.drafting(1, CONTEXT, depth=1) for plan in plans)
+    whole = sum(each.numel() for each in plans[0].module.parameters() if each.ndim >= 2)
+    assert (plain.lm_head, plain.weights + plain.lm_head) == (HEAD / 2, 4 * whole)
+    assert (few.lm_head, few.weights) == (48 * 36, plain.weights)
+    assert [plan.memory(1, 20, "chain1")[COPIES] for plan in plans] == [HEAD / 2, HEAD / 2 + 48 * 36]
+
+
+def test_layers_of_a_quantised_target_are_read_as_they_are_kept():
+    shape = ShapesConfig(
+        LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, None, "float32"
+    )
+    plan = DecodingPlan(shape.target, shape.draft, torch.float32, 1, ClusterConfig(), EngineConfig())
+    assert plan.validation(1, CONTEXT).weights == 3 * LAYER / 4 * 4.25 / 8
+    assert plan.validation(1, CONTEXT).lm_head == HEAD
 
 
 @pytest.mark.parametrize(("divided", "parts", "sums"), [(False, 1, (8, 1)), (True, 2, (9, 2 * 8 + 1))])

@@ -12,14 +12,14 @@ from eagle_train.inference import EngineConfig, full, parts
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.inference.parallel.cost import Speeds, measured_speeds, pays
-from eagle_train.inference.parallel.divided_draft import collectives, reason_against
+from eagle_train.inference.parallel.divided_draft import collectives, divided_bytes, reason_against
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.parallel.vocabulary import DividedHead
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.head import LMHead, QuantisedLMHead
 from eagle_train.ops import head_argmax
 from eagle_train.ops.attention import packed_attention
-from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_medusa, tiny_mtp, tiny_peagle
+from tests.support.tiny import shared_target, tiny_draft, tiny_eagle3, tiny_medusa, tiny_mtp, tiny_peagle, tiny_target
 
 
 class Threads(Ranks):
@@ -233,6 +233,20 @@ def test_null_is_what_the_measured_speeds_say(wanted, seconds, expected, monkeyp
     parts.divide(ranks, target, eagle, EngineConfig(divide_draft=wanted, divide_lm_head=wanted))
     assert (ranks.divided_head is not None) == expected
     assert isinstance(eagle.head.lm_head, DividedHead) == expected
+
+
+def test_a_draft_is_divided_by_what_it_reads_of_its_copy_of_the_lm_head(monkeypatch):
+    """Where the sums take as long as half of the draft with the target's LM head, and longer than with one in INT4."""
+    target = tiny_target("llama", hidden_size=128)
+    draft = tiny_draft(target)
+    whole = target.lm_head.num_bytes + divided_bytes(draft)
+    speeds = Speeds(bytes_per_s=1.0, collective_s=0.499 * whole / (1 + collectives(draft)))
+    monkeypatch.setattr(parts, "measured_speeds", lambda *_: speeds)
+    for kind in ("target", "int4"):
+        eagle, ranks = Eagle(draft, target), Threads(0, 2, True, threading.Barrier(1), [None])
+        eagle.use_lm_head(kind)
+        parts.divide(ranks, target, eagle, EngineConfig(draft_lm_head=kind))
+        assert isinstance(eagle.head.lm_head, DividedHead) == (kind == "target")
 
 
 def test_dividing_pays_where_reading_takes_longer_than_talking():
