@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from evals import report
-from evals.bench.page import plots
+from evals.bench.page import decoding, plots
 from evals.bench.page.canvas import SERIES
 from evals.bench.page.decoding_blocks import along_context, tpc_against_ttit
+from evals.bench.page.gather import Source
 from tests.support.command_line import call, write_jsonl
 from tests.support.html_structure import Element, contrast, page, schemes
 
@@ -54,6 +55,14 @@ def text(out) -> str:
 @pytest.fixture(scope="module")
 def root(text) -> Element:
     return page(text)
+
+
+def test_an_answer_without_drafts_has_its_times_and_no_acceptance():
+    """As with tree=auto, where drafts are not expected to pay."""
+    found = json.loads((PUBLISHED / "quickstart_avx512.json").read_text()) | {"acceptance_per_depth": []}
+    blocks = decoding.mt_bench(Source("x", "mt_bench", found, []))
+    drafted = decoding.mt_bench(Source("x", "mt_bench", found | {"acceptance_per_depth": [0.7]}, []))
+    assert len(blocks) == len(drafted) - 1
 
 
 def ids_of(root: Element) -> list[str]:

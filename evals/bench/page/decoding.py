@@ -30,7 +30,7 @@ def mt_bench(source: Source) -> list[Block]:
     stages = {"plain": found["plain_stage_ms_per_round"], name: found["stage_ms_per_round"]}
     groups = [row for row in found["per_category_and_turn"] if row["category"] is not None and row["turn"] is None]
     blocks: list[Block] = [decodings(f"Batch size {found['batch_size']}", [plain, drafted])]
-    blocks.append(acceptance({name: found["acceptance_per_depth"]}))
+    blocks += acceptance_of([drafted])
     blocks.append(by_stage(stages))
     if groups:
         rows = [
