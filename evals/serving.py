@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from eagle_train.artifacts.card import caveat
+from eagle_train.artifacts.card import caveats
 from eagle_train.artifacts.layouts import layout_of
 from eagle_train.artifacts.markdown import aligned, code
 from eagle_train.diagnosis.vllm import VLLM, Counts, run_job, version_of
@@ -64,7 +64,7 @@ def main(values: DictConfig) -> None:
         "looping_answers": looping(token_ids(answers)),
         "tree": tree_name(config.chain),
         "quant": str(about.quant),
-        "caveat": caveat(about),
+        "caveats": caveats(about),
         "max_positions": session.target.max_positions,
         **session.about(),
     }
@@ -135,8 +135,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         "`1 + accepted / drafts` is vLLM's mean acceptance length; TPC leaves out what was accepted after an answer's "
         "end.",
     ]
-    if found["caveat"] is not None:
-        notes.append(f"Mind that {found['caveat']}.")
+    notes += [f"Mind that {each}." for each in found["caveats"]]
     title = f"{found['vllm']['acceptance_length']:.2f} tokens a round in vLLM {found['provenance']['vllm']}"
     text = "\n\n".join([setting, comparison(found["eagle_train"], found["vllm"]), *notes])
     return document({title: text, "Made on": made_on(found)})

@@ -65,7 +65,7 @@ TESTED_IN = {
     "artifacts/test_peagle_layouts.py": "drafts/peagle_layouts",
     "artifacts/test_medusa_layouts.py": "artifacts/foreign_medusa drafts/medusa_layouts",
     "drafts/test_eagle3.py": "drafts/own_head drafts/steps",
-    "drafts/test_eagle.py": "drafts/head drafts/kind drafts/rope models/layers",
+    "drafts/test_eagle.py": "drafts/head drafts/kind models/layers",
     "models/test_family.py": "models/probe models/twin",
     "models/test_patches.py": "ops/joint_linear",
     "models/test_stored.py": "models/checkpoint_quantisation",
