@@ -17,8 +17,10 @@ from eagle_train.distributed import check_alone
 from eagle_train.inference import Dispatcher, Engine, SimulatedAcceptance
 from eagle_train.inference.drafters import drafter_name
 from eagle_train.settings import build
+from evals.bench import copy_bound
 from evals.bench.baselines import Transformers, stock_model
-from evals.bench.decoding_plan_text import plan_text
+from evals.bench.copy_bound import beside_the_copy_bound
+from evals.bench.decoding_plan_text import plan_of, plan_text
 from evals.bench.evaluation import evaluation
 from evals.bench.latency_config import Config
 from evals.bench.latency_report import markdown, profile_text, summary
@@ -54,7 +56,17 @@ def main(values: DictConfig) -> None:
         found["profiles"] = profiles(config, prompts, compared, session.out if session.world.is_main else None)
         session.report(found, markdown(found))
         session.say(profile_text(found))
+    if config.shapes is not None and session.device == "cuda":
+        tell_copy_bound(session, found)
     session.say(f"written to {session.out}: report.md, results.json" + (", traces" if config.profile else ""))
+
+
+def tell_copy_bound(session: Session[Config], found: dict[str, Any]) -> None:
+    """Add it to `found` and what was written, and print it."""
+    plan = plan_of(session.config, session.world.size)
+    found["copy_bound"] = beside_the_copy_bound(plan, session.config, found)
+    session.report(found, markdown(found))
+    session.say(copy_bound.text(found["copy_bound"], plan))
 
 
 def open_session(config: Config) -> Session[Config]:

@@ -19,20 +19,19 @@ TIMES: tuple[Unit, ...] = ((1e-3, "ms"), (1e-6, "us"))
 
 def plan_text(config: Config) -> str:
     """The plan of a config with shapes. Raises UserError where so many GPUs cannot hold the target together."""
-    assert config.shapes is not None  # both are checked
-    assert config.context_lengths is not None
-    shape = replace(config.shapes.draft, window=config.draft.window, sink=config.draft.sink)
-    plan = DecodingPlan(
-        config.shapes.target,
-        shape,
-        DTYPES[config.shapes.dtype] or torch.bfloat16,  # which the GPUs to plan for compute in
-        config.cluster.gpus or 1,
-        config.cluster,
-        config.options,
-    )
+    assert config.context_lengths is not None  # checked
+    plan = plan_of(config, config.cluster.gpus or 1)
     rounds = plan.rounds(config.batch_sizes, config.context_lengths, config.trees, config.acceptance)
     rows, longest = max(config.batch_sizes), max(config.context_lengths) + config.max_tokens
     return "\n".join([*_models(plan), "", *_readings(rounds, plan), "", *_memory(plan, rows, longest, config.trees)])
+
+
+def plan_of(config: Config, gpus: int) -> DecodingPlan:
+    """The plan of a config with shapes, for so many GPUs. Raises UserError as `DecodingPlan`."""
+    assert config.shapes is not None  # checked
+    shape = replace(config.shapes.draft, window=config.draft.window, sink=config.draft.sink)
+    dtype = DTYPES[config.shapes.dtype] or torch.bfloat16  # which GPUs compute in
+    return DecodingPlan(config.shapes.target, shape, dtype, gpus, config.cluster, config.options)
 
 
 def _models(plan: DecodingPlan) -> Iterator[str]:

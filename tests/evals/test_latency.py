@@ -4,20 +4,24 @@ import gzip
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from eagle_train.distributed import ALONE
 from eagle_train.errors import check
+from eagle_train.training.cost.estimate import ClusterConfig
 from evals import latency, report
 from evals.bench import session, statistics, sweep
 from evals.bench.profiled_rounds import profiled_rounds
-from evals.bench.random_models import RandomDraftOptions
+from evals.bench.random_models import RandomDraftOptions, ShapesConfig
 from evals.bench.requests import PromptSource
 from evals.bench.sweep import LOOKUP, TRANSFORMERS, rows_of
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments, make_home
 from tests.support.latency import latency_config, session_of
 from tests.support.measuring import timed_requests
+from tests.support.random_models_job import LLAMA
 from tests.support.tiny import random_tokens, shared_target
 
 
@@ -40,6 +44,7 @@ def test_a_profile_has_room_for_a_drafters_own_trees():
         assert profiled_rounds(engine, timed_requests(*random_tokens(9)), None) == {}
 
 
+SIMULATED = {"acceptance": [0.8, 0.6, 0.3], "draft": RandomDraftOptions(None, window=None, sink=False)}
 SHAPES = ["shapes=tiny", "acceptance=[0.8,0.6,0.3]", "context_lengths=[12,20]", "max_tokens=8", "repeats=2"]
 
 
@@ -67,7 +72,7 @@ def test_the_whole_command_without_a_checkpoint(tmp_path, capsys):
         (TRANSFORMERS, False),
     }
     assert found["cells"] == {"measured": 4, "of": 4}
-    assert "profiles" not in found
+    assert {"profiles", "copy_bound"}.isdisjoint(found)  # the latter is a GPU's
     (printed, progress), report = capsys.readouterr(), (out / "report.md").read_text()
     assert f"written to {out}" in printed
     assert "\nbatch 8/8, " in progress  # two for each of the four
@@ -189,6 +194,21 @@ def test_a_drafter_without_a_draft(home, tmp_path):
     assert (found["drafter"], found["tree"], found["draft_source"]) == ("ngram", "ngram chain3", None)
     assert found["acceptance_per_depth"]
     assert "Drafter: `eagle_train.inference.drafters.ngram.make_ngram` (" in (tmp_path / "report.md").read_text()
+
+
+def test_a_gpus_rounds_are_told_beside_the_copy_bound(monkeypatch):
+    """By the speed that `cluster` says."""
+    monkeypatch.setattr(latency, "markdown", lambda found: "")
+    written, said, speed = [], [], ClusterConfig(memory_tb_s=2e-6)
+    shapes = ShapesConfig(LLAMA, None, "float32")
+    given = latency_config(questions=None, context_lengths=[9], target=None, shapes=shapes, cluster=speed, **SIMULATED)
+    own = SimpleNamespace(config=given, world=ALONE, report=lambda found, _: written.append(found), say=said.append)
+    cell = {"batch_size": 1, "context_length": 9, "round_ms": 1.0}
+    latency.tell_copy_bound(own, {"breakdown": [{**cell, "decoding": name} for name in ("plain", "chain3")]})
+    plain, drafting = written[0]["copy_bound"]
+    assert 0 < plain["bound_ms"] < drafting["bound_ms"]
+    assert plain["bound_ms"] == pytest.approx(1e3 * plain["gb"] / 2e-3)
+    assert "at 2e-06 TB/s" in said[0]
 
 
 def planned(capsys, *given: str) -> tuple[str, dict[str, list[float]]]:
