@@ -147,6 +147,16 @@ def test_twice_gives_the_same_bytes(home, tmp_path, arguments):
     assert sorted(contents(first)) == ["README.md", "config.json", "model.safetensors"]
 
 
+def test_it_says_which_draft_it_replaces(home, tmp_path, capsys):
+    out = exported(home, tmp_path / "out", "layout=native")
+    assert "replaces" not in capsys.readouterr().out
+    exported(home, out, "layout=sglang")
+    assert "replaces the native draft that was there" in capsys.readouterr().out.splitlines()
+    (out / "config.json").write_text('{"eagle_train": {"version": 0}}')
+    exported(home, out, "layout=sglang")
+    assert "replaces the draft that was there" in capsys.readouterr().out.splitlines()
+
+
 def test_an_export_can_be_exported(home, tmp_path):
     """By way of SGLang's layout the same as straight on, and quantised ones as they are."""
     straight = exported(home, tmp_path / "straight" / "draft", "layout=vllm", "quant=fp8")

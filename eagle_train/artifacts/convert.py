@@ -3,6 +3,7 @@
 Knows nothing of where the draft comes from.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from eagle_train.artifacts.calibrate import calibrated
 from eagle_train.artifacts.card import card, caveats, read_evaluations
-from eagle_train.artifacts.format import DTYPES, ROUNDINGS, Artifact, fingerprint, write_artifact
+from eagle_train.artifacts.format import CONFIG, DTYPES, ROUNDINGS, Artifact, fingerprint, read_artifact, write_artifact
 from eagle_train.artifacts.layouts import LAYOUTS, check_runs, layout_of, not_in_target
 from eagle_train.artifacts.license import check_license, license_of_target
 from eagle_train.artifacts.of_target import put_back
@@ -21,7 +22,7 @@ from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Stream
 from eagle_train.drafts import Draft
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import Quant, modules_to_quantise, quantise_draft
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.stops import stop_ids_of
@@ -101,6 +102,7 @@ def convert(
     if not writes:
         return []
     out, errors = Path(config.out), []
+    replaced = _replaced(out)
     text = card(about, file_tensors(draft, getattr(torch, about.dtype)), config.push_to)
 
     def check_written(place: Path) -> None:
@@ -110,9 +112,20 @@ def convert(
     precision = about.dtype if about.quant.scheme == "none" else f"{about.quant}, {about.rounding}"
     return [
         f"{source.place} -> {out} ({about.layout}, {precision}, for {about.target.name})",
+        *replaced,
         f"read back: all tensors are equal; outputs on a sample are {errors[0]:.1%} off the draft's in {about.dtype}",
         *(f"note: {each}" for each in caveats(about)),
     ]
+
+
+def _replaced(out: Path) -> list[str]:
+    """A line on the draft that an artifact in this directory replaces; none where no draft is there."""
+    if not (out / CONFIG).is_file():
+        return []
+    layout = ""
+    with suppress(UserError):  # of another version, say, which is replaced too
+        layout = f"{read_artifact(out).layout} "
+    return [f"replaces the {layout}draft that was there"]
 
 
 def check_convertible(source: Source, config: ExportConfig) -> None:

@@ -13,6 +13,7 @@ from evals.bench.page import decoding, plots
 from evals.bench.page.canvas import SERIES
 from evals.bench.page.decoding_blocks import along_context, tpc_against_ttit
 from evals.bench.page.gather import Source
+from evals.bench.page.overview import labels_of
 from tests.support.command_line import call, write_jsonl
 from tests.support.html_structure import Element, contrast, page, schemes
 
@@ -210,17 +211,31 @@ NOTED = {
 }
 
 
-def test_what_is_lossy_or_simulated_is_marked(tmp_path):
+def test_what_is_lossy_or_simulated_or_loops_is_marked_and_no_headline(tmp_path):
     found = json.loads((PUBLISHED / "latency_one_layer.json").read_text())
-    for name, change in (("lossy", {"lossy": True}), ("simulated", {"config": {"acceptance": [0.8]}})):
+    looping = [*found["rows"][:-1], found["rows"][-1] | {"looping_answers": 0.5}]
+    changes = {"lossy": {"lossy": True}, "simulated": {"config": {"acceptance": [0.8]}}, "loops": {"rows": looping}}
+    for name, change in changes.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(found | change))
     assert call(report.main, f"results=[{tmp_path}]", f"out={tmp_path}/out") == 0
     said = (tmp_path / "out/report.md").read_text()
     assert "chain3, batch size 1 (LOSSY)" in said
     assert "chain3, batch size 1 (simulated)" in said
+    assert "chain3, batch size 1 (loops)" in said
     assert "answers need not be the target's own" in said
     assert "Acceptance was simulated" in said
-    assert "No result here measures a speed-up with real acceptance." in said
+    assert "No result here measures a speed-up with real acceptance and answers that do not loop." in said
+
+
+def test_a_result_is_named_by_as_much_of_its_path_as_tells_it_from_others():
+    names = ["outputs/a/eval/results.json", "outputs/b/eval/results.json", "c/x.json: one", "c/x.json: two", "y.json"]
+    ends = ["a/eval/results.json", "b/eval/results.json", "c/x.json: one", "c/x.json: two", "y.json"]
+    assert labels_of(names) == dict(zip(names, ends, strict=True))
+    assert labels_of(["eval/results.json", "a/eval/results.json"]) == {
+        "eval/results.json": "eval/results.json",
+        "a/eval/results.json": "a/eval/results.json",
+    }
+    assert labels_of(["a/y.json"] * 2) == {"a/y.json": "a/y.json"}
 
 
 def test_what_a_short_run_lacks_is_left_out(tmp_path):

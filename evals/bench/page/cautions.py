@@ -47,6 +47,11 @@ def is_simulated(source: Source) -> bool:
     return source.config.get("acceptance") is not None
 
 
+def is_looping(source: Source) -> bool:
+    """Whether so many answers end in a loop that speed-ups say nothing of other text."""
+    return bool(loops(source.found))
+
+
 def other_work(source: Source) -> float:
     """How many processes ran beside the evaluation's own threads, about: the load average beyond these; 0 where it was
     not written."""

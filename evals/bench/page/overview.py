@@ -1,10 +1,10 @@
 """The top of the report: the verdict in a few figures, and a row for each result."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from evals.bench.page.blocks import Block, Headline, Notes, Page, Table
-from evals.bench.page.cautions import is_lossy, is_simulated
+from evals.bench.page.cautions import is_looping, is_lossy, is_simulated
 from evals.bench.page.figure import Figure
 from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
@@ -26,29 +26,42 @@ TERMS = (
 def page_of(sources: Sequence[Source], title: str = "Report") -> Page:
     """The report on these results."""
     sources = [readable(each) for each in sources]
-    verdict, headlines = _verdict(sources)
-    blocks: list[Block] = [Table("Results on this page", _HEADER, [_row(each) for each in sources], texts=True)]
+    labels = labels_of([each.name for each in sources])
+    verdict, headlines = _verdict(sources, labels)
+    rows = [_row(each, labels[each.name]) for each in sources]
+    blocks: list[Block] = [Table("Results on this page", _HEADER, rows, texts=True)]
     return Page(title, verdict, headlines, [*blocks, Notes("How to read it", TERMS)], sections_of(sources))
 
 
 _HEADER = ["result", "evaluation", "best by speed-up", "TPC", "speed-up (95 %)", "hardware"]
+# What a best speed-up is marked with. None of these is the verdict's.
+_MARKS = (("LOSSY", is_lossy), ("simulated", is_simulated), ("loops", is_looping))
 
 
-def _row(source: Source) -> list[str]:
+def _row(source: Source, label: str) -> list[str]:
     figures = figures_of(source)
     best, tpc = _best(figures, least=True), ""
     if best is not None:
         tpc = next((spread(each.value, None) for each in figures if (each.of, each.name) == (best.of, "TPC")), "")
-    marks = [mark for mark, there in (("LOSSY", is_lossy(source)), ("simulated", is_simulated(source))) if there]
-    of = "" if best is None else " ".join([best.of, *(f"({mark})" for mark in marks)])
+    of = "" if best is None else " ".join([best.of, *(f"({mark})" for mark, marked in _MARKS if marked(source))])
     speed = "" if best is None else spread(best.value, best.interval)
-    return [_short(source.name), source.evaluation, of, tpc, speed, hardware(source)]
+    return [label, source.evaluation, of, tpc, speed, hardware(source)]
 
 
-def _short(name: str) -> str:
-    """The last two parts of a path."""
+def labels_of(names: Sequence[str]) -> dict[str, str]:
+    """Each name with the last two parts of its path, or as many more as no other name ends in."""
+    labels, different = {}, set(names)
+    for name in different:
+        lengths = range(2, 1 + max(2, len(Path(name.partition(": ")[0]).parts)))
+        ends = ((_end(name, length), [_end(each, length) for each in different]) for length in lengths)
+        labels[name] = next((end for end, all_ends in ends if all_ends.count(end) == 1), name)
+    return labels
+
+
+def _end(name: str, length: int) -> str:
+    """The last parts of a path, and the key behind it."""
     path, colon, key = name.partition(": ")
-    return "/".join(Path(path).parts[-2:]) + colon + key
+    return "/".join(Path(path).parts[-length:]) + colon + key
 
 
 def _best(figures: Sequence[Figure], least: bool) -> Figure | None:
@@ -63,8 +76,8 @@ def _best(figures: Sequence[Figure], least: bool) -> Figure | None:
 
 def judged(sources: Sequence[Source]) -> Source | None:
     """The result that the verdict is of: of the first kind that measured a speed-up the newest, or the first where none
-    has a date; never one whose acceptance is simulated or lossy."""
-    real = [each for each in sources if not is_lossy(each) and not is_simulated(each)]
+    has a date; never one whose acceptance is simulated or lossy, or whose answers loop."""
+    real = [each for each in sources if not any(marked(each) for _, marked in _MARKS)]
     for evaluation in JUDGED:
         own = [each for each in real if each.evaluation == evaluation and _best(figures_of(each), least=True)]
         if own:
@@ -72,11 +85,11 @@ def judged(sources: Sequence[Source]) -> Source | None:
     return None
 
 
-def _verdict(sources: Sequence[Source]) -> tuple[str, list[Headline]]:
+def _verdict(sources: Sequence[Source], labels: Mapping[str, str]) -> tuple[str, list[Headline]]:
     source = judged(sources)
     best = None if source is None else _best(figures_of(source), least=True)
     if source is None or best is None:
-        return "No result here measures a speed-up with real acceptance.", []
+        return "No result here measures a speed-up with real acceptance and answers that do not loop.", []
     figures = figures_of(source)
     headlines = [Headline(spread(best.value, None), f"times as fast{_between(best)}", best.of)]
     headlines += [Headline(spread(e.value, e.interval), "tokens per call", e.of) for e in figures
@@ -86,7 +99,7 @@ def _verdict(sources: Sequence[Source]) -> tuple[str, list[Headline]]:
     large = _best(figures, least=False)
     if large is not None and large.batch_size != best.batch_size:
         headlines.append(Headline(spread(large.value, None), f"times as fast{_between(large)}", large.of))
-    return f"{_sentence(best)} From {_short(source.name)}, on {hardware(source) or 'unnamed hardware'}.", headlines
+    return f"{_sentence(best)} From {labels[source.name]}, on {hardware(source) or 'unnamed hardware'}.", headlines
 
 
 def _between(figure: Figure) -> str:
