@@ -7,9 +7,12 @@ from html import unescape
 import pytest
 
 from eagle_train import doctor
+from eagle_train.cli import compose
+from eagle_train.diagnosis import DoctorConfig
 from eagle_train.diagnosis.causes import CAUSES, Finding, NotChecked, in_order
 from eagle_train.diagnosis.report import report, summary
 from eagle_train.diagnosis.run import Diagnosis
+from eagle_train.settings import build
 from evals import report as evals_report
 from tests.support.command_line import call
 from tests.support.doctor_models import PLACE
@@ -33,6 +36,13 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
     assert (found["healthy"], found["problems"]) == (True, [])
     assert {"config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Healthy")
+
+
+def test_every_preset_of_data_is_taken():
+    """That of the bundled data names the doctor's prompts as its held-out data."""
+    values = compose("doctor", ["data=stdlib", "draft.path=nowhere"])
+    config = build(DoctorConfig, values, "")
+    assert (config.data.path, config.data.heldout) == ("outputs/stdlib_chat/heldout.jsonl", None)
 
 
 def test_default_prompts_and_another_target_are_told_of(tmp_path, monkeypatch, capsys):
@@ -81,6 +91,7 @@ def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
         (["draft={place}/eagle", "trained=nowhere"], "trained=nowhere: no checkpoint there"),
         (["draft={place}/eagle", "trained={place}/mtp"], "mtp: is the draft "),
         (["draft={place}/eagle", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
+        (["draft={place}/eagle", "data.heldout=some.jsonl"], "data.heldout=some.jsonl: is not read; give data.path"),
         ([], "draft.path is needed"),
     ],
 )
