@@ -77,7 +77,9 @@ def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["draft=nowhere"], "draft=nowhere: no checkpoint there"),
+        (["draft=nowhere"], "draft=nowhere: no such directory; give one, or a hub id (OWNER/NAME)"),
+        (["draft=nowhere", "target={place}/nowhere"], "draft=nowhere: no such directory"),  # told first
+        (["draft={place}"], "doctor: no checkpoint there; give the directory of a training run"),
         (["draft={place}/eagle", "limit=1"], "limit=1: must be at least 2"),
         (["draft={place}/eagle", "max_tokens=1"], "max_tokens=1: must be at least 4"),
         (["draft={place}/eagle", "depth=0"], "depth=0: must be at least 1"),
@@ -88,7 +90,7 @@ def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
         ),
         (["draft={place}/eagle", "target.cached=true"], "target=cached: has no layers to answer with"),
         (["draft={place}/eagle", "max_tokens=250"], "fewer than two rows hold a prompt of less than 6 tokens"),
-        (["draft={place}/eagle", "trained=nowhere"], "trained=nowhere: no checkpoint there"),
+        (["draft={place}/eagle", "trained=nowhere"], "trained=nowhere: no such directory"),
         (["draft={place}/eagle", "trained={place}/mtp"], "mtp: is the draft "),
         (["draft={place}/eagle", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
         (["draft={place}/eagle", "data.heldout=some.jsonl"], "data.heldout=some.jsonl: is not read; give data.path"),

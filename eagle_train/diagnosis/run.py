@@ -6,6 +6,7 @@ has learnt last: each is asked of a draft in which nothing before was found.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from eagle_train.diagnosis.causes import Finding, NotChecked, in_order
@@ -29,6 +30,7 @@ from eagle_train.inference import Output, Requests
 from eagle_train.inference.requests.readable import chats
 from eagle_train.models.loading import load_target
 from eagle_train.models.target import Target
+from eagle_train.training.trained_draft import draft_directory
 
 
 @dataclass
@@ -53,11 +55,13 @@ class Diagnosis:
 
 def examine(config: DoctorConfig) -> Diagnosis:
     """The diagnosis of the draft in `config.draft.path`. Raises UserError."""
+    path = draft_directory(config.path, "draft")
+    source = None if config.trained is None else draft_directory(config.trained, "trained")
     device = resolve_device(config.device)
     target = load_target(config.target, device, reads=chats)
     target.template_kwargs = {**(target.template_kwargs or {}), **(config.data.template_kwargs or {})}
-    reading = read_draft(config.path, target)
-    given = None if config.trained is None else _trained(config.trained, reading, target)
+    reading = read_draft(path, config.path, target)
+    given = None if source is None else _trained(source, reading, target)
     trained = reading.trained if given is None else given.served
     found = Diagnosis(list(reading.findings), list(reading.not_checked))
     served = reading.served or trained
@@ -71,9 +75,10 @@ def examine(config: DoctorConfig) -> Diagnosis:
     return found
 
 
-def _trained(name: str, reading: Reading, target: Target) -> Reading:
+def _trained(source: Path, reading: Reading, target: Target) -> Reading:
     """The draft that the examined one was made from. Raises UserError for another one, as far as both say it."""
-    found = read_draft(name, target, "trained")
+    name = str(source)
+    found = read_draft(source, name, target, "trained")
     if found.served is None:
         raise UserError(f"trained={name}: cannot be read: {found.findings[0].measured}")
     if found.about is not None and reading.about is not None:
