@@ -28,13 +28,15 @@ from eagle_train.training.trained_draft import trained_draft
 @dataclass
 class Reading:
     """What was read of a directory. `served`: the draft as its engine reads it, None where it cannot; `trained`: as it
-    was trained, None where nothing tells; `about`: the artifact's description, None for a draft of others."""
+    was trained, None where nothing tells; `about`: the artifact's description, None for a draft of others; `is_run`:
+    whether it is a training run's own, which no export wrote and nobody edited."""
 
     served: Draft | None
     trained: Draft | None
     about: Artifact | None
     findings: list[Finding] = field(default_factory=list)
     not_checked: list[NotChecked] = field(default_factory=list)
+    is_run: bool = False
 
     @property
     def training(self) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def read_draft(path: Path, name: str, target: Target, field: str = "draft") -> R
     for a draft of other sizes than the target's."""
     if not (path / CONFIG).is_file():
         source = trained_draft(path)
-        reading = Reading(source.draft, None, source.about)
+        reading = Reading(source.draft, None, source.about, is_run=True)
     elif KEY in read_config(path, field):
         reading = _of_ours(path, target, field)
     else:

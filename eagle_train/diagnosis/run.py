@@ -13,7 +13,7 @@ from eagle_train.diagnosis.causes import Finding, NotChecked, in_order
 from eagle_train.diagnosis.compare import compared
 from eagle_train.diagnosis.conventions import gained
 from eagle_train.diagnosis.fed_variants import wanted_layers
-from eagle_train.diagnosis.learning import Learnt, context, drift, off_policy, undertrained
+from eagle_train.diagnosis.learning import Learnt, context, drift, off_policy, repeated, undertrained
 from eagle_train.diagnosis.measure import Measured, interval, measured
 from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.overflow import overflow
@@ -69,7 +69,8 @@ def examine(config: DoctorConfig) -> Diagnosis:
         found.not_checked.append(NotChecked("all that runs the draft", "its files cannot be read"))
     else:
         trained = None if trained is None else plain(trained).to(device)
-        is_ours = given is not None and "steps" in given.training
+        made_from = reading if given is None and reading.is_run else given
+        is_ours = made_from is not None and "steps" in made_from.training
         Examination(config, target, served.to(device).eval(), trained, reading, is_ours).run(found)
     found.findings = in_order(found.findings)
     return found
@@ -88,8 +89,8 @@ def _trained(source: Path, reading: Reading, target: Target) -> Reading:
 
 
 class Examination:
-    """A draft that can run, and the target's answers to the questions. `is_ours`: whether `trained` was given, and is
-    of a run of eagle-train."""
+    """A draft that can run, and the target's answers to the questions. `is_ours`: whether the
+    draft is a run of eagle-train, or `trained` is of one."""
 
     def __init__(
         self, config: DoctorConfig, target: Target, draft: Draft, trained: Draft | None, reading: Reading, is_ours: bool
@@ -180,15 +181,20 @@ class Examination:
             found.not_checked.append(NotChecked(IN_VLLM, found.failed))
 
     def conventions(self, found: Diagnosis) -> None:
-        """Of a draft in which something was found before, a gain confirms that, or follows from it. A draft that agrees
-        with its run of eagle-train has the conventions of its training: a gain is for want of training then."""
+        """Of a draft in which something was found before, a gain confirms that, or follows from it. A draft that is, or
+        agrees with, its run of eagle-train has the conventions of its training: a gain is for want of training then.
+        On texts that repeat themselves a gain tells nothing by itself."""
         config = self.config
         finding, rows = gained(self.target, self.draft, self.own, self.base, self.depth, config.seed)
         found.figures["changes"] = rows
         known = {each.cause for each in found.findings}
-        agrees = not known and self.is_ours
-        if finding is not None and not agrees and (not known or finding.cause in known):
+        if finding is None or (known and finding.cause not in known) or (not known and self.is_ours):
+            return
+        reason = None if known else repeated(self.own)
+        if reason is None:
             found.findings.append(finding)
+        else:
+            found.not_checked.append(NotChecked("conventions", reason))
 
     def learnt(self, found: Diagnosis) -> None:
         target, draft, base, seed = self.target, self.draft, self.base, self.config.seed
