@@ -14,7 +14,7 @@ from eagle_train.diagnosis.compare import compared
 from eagle_train.diagnosis.conventions import gained
 from eagle_train.diagnosis.fed_variants import wanted_layers
 from eagle_train.diagnosis.learning import Learnt, context, drift, off_policy, repeated, undertrained
-from eagle_train.diagnosis.measure import Measured, interval, measured
+from eagle_train.diagnosis.measure import Measured, interval, measured, served_tpc
 from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.overflow import overflow
 from eagle_train.diagnosis.reading import Reading, plain, read_draft
@@ -130,16 +130,16 @@ class Examination:
 
     def figures(self) -> dict[str, Any]:
         """What the draft is worth, as served and in the training graph."""
-        stats = [output.stats for output in self.outputs.values()]
-        calls = sum(each.calls for each in stats)
-        taken = interval(self.base.taken, self.base.owner, self.config.seed)
+        seed = self.config.seed
+        taken, served = interval(self.base.taken, self.base.owner, seed), served_tpc(self.outputs, seed)
         return {
             "prompts": len(self.outputs),
             "tokens": len(self.base.taken),
-            "tokens_per_call": 1 + taken.mean,
-            "tokens_per_call_interval": [1 + taken.low, 1 + taken.high],
+            "tpc": None if served is None else served.mean,
+            "tpc_interval": None if served is None else [served.low, served.high],
+            "behind_every_token": 1 + taken.mean,
+            "behind_every_token_interval": [1 + taken.low, 1 + taken.high],
             "acceptance_per_depth": self.base.per_depth(self.depth),
-            "served_tokens_per_call": (sum(each.tokens for each in stats) - len(stats)) / calls if calls else None,
         }
 
     def as_trained(self, found: Diagnosis) -> None:
@@ -152,7 +152,7 @@ class Examination:
         lost = max(0.0, best.tokens - self.base.tokens)
         parted = compared(self.target, self.trained, self.served, self.own[0])
         found.findings += [replace(each, costs=lost) for each in parted]
-        found.figures["tokens_per_call_as_trained"] = 1 + best.tokens
+        found.figures["behind_every_token_as_trained"] = 1 + best.tokens
 
     def as_served(self, found: Diagnosis) -> None:
         """Our engine against the training graph."""
