@@ -23,16 +23,16 @@ from eagle_train.artifacts.format import (
     read_artifact,
     read_config,
 )
-from eagle_train.artifacts.hub import fetch, push
+from eagle_train.artifacts.hub import push
 from eagle_train.cli import command
 from eagle_train.corpus.source import DataConfig, check_found
-from eagle_train.errors import UserError, check
+from eagle_train.errors import UserError
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.requests.readable import texts
 from eagle_train.models.loading import load_target
 from eagle_train.models.target import Target
 from eagle_train.settings import build
-from eagle_train.training.trained_draft import NO_CHECKPOINT, has_checkpoint, trained_draft
+from eagle_train.training.trained_draft import draft_directory, trained_draft
 
 FIELD = "checkpoint"
 
@@ -50,8 +50,7 @@ def job(values: DictConfig) -> int:
     if config.rounding != "nearest":
         data = build(DataConfig, config.data, "data")
         check_found(data)
-    path = fetch(config.checkpoint)
-    check((path / CONFIG).is_file() or has_checkpoint(path), f"{FIELD}={path}: {NO_CHECKPOINT}")
+    path = draft_directory(config.checkpoint, FIELD)
     source = _own(path)
     if source is not None:  # what cannot be is told before the target is loaded
         check_convertible(source, config)

@@ -567,7 +567,7 @@ def test_a_disk_that_is_full_from_the_start(made, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["checkpoint={tmp}/nowhere", "out={tmp}/out"], "/nowhere: no checkpoint there"),
+        (["checkpoint={tmp}/nowhere", "out={tmp}/out"], "/nowhere: no such directory; give one"),
         (["checkpoint={tmp}/damaged", "out={tmp}/out"], "trainer.pt is not what was written"),
         (["checkpoint={made}/run", "out={made}/run"], "/run: exists and holds no draft"),
         (

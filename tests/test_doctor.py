@@ -7,9 +7,12 @@ from html import unescape
 import pytest
 
 from eagle_train import doctor
+from eagle_train.cli import compose
+from eagle_train.diagnosis import DoctorConfig
 from eagle_train.diagnosis.causes import CAUSES, Finding, NotChecked, in_order
 from eagle_train.diagnosis.report import report, summary
 from eagle_train.diagnosis.run import Diagnosis
+from eagle_train.settings import build
 from evals import report as evals_report
 from tests.support.command_line import call
 from tests.support.doctor_models import PLACE
@@ -27,12 +30,22 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
     assert run(tmp_path / "out", f"draft={PLACE}/eagle3") == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "healthy: nothing was found"
-    assert "tokens per call" in told[1]
+    assert "tokens per call (TPC; 99 % interval" in told[1]
+    assert told[2].startswith("1 + drafts accepted behind every token: ")
     assert len(told) <= 25
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert (found["healthy"], found["problems"]) == (True, [])
-    assert {"config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
+    assert told[1].startswith(f"{found['tpc']:.2f} ")
+    assert found["tpc_interval"][0] <= found["tpc"] <= found["tpc_interval"][1]
+    assert {"behind_every_token", "config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Healthy")
+
+
+def test_every_preset_of_data_is_taken():
+    """That of the bundled data names the doctor's prompts as its held-out data."""
+    values = compose("doctor", ["data=stdlib", "draft.path=nowhere"])
+    config = build(DoctorConfig, values, "")
+    assert (config.data.path, config.data.heldout) == ("outputs/stdlib_chat/heldout.jsonl", None)
 
 
 def test_default_prompts_and_another_target_are_told_of(tmp_path, monkeypatch, capsys):
@@ -67,7 +80,9 @@ def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["draft=nowhere"], "draft=nowhere: no checkpoint there"),
+        (["draft=nowhere"], "draft=nowhere: no such directory; give one, or a hub id (OWNER/NAME)"),
+        (["draft=nowhere", "target={place}/nowhere"], "draft=nowhere: no such directory"),  # told first
+        (["draft={place}"], "doctor: no checkpoint there; give the directory of a training run"),
         (["draft={place}/eagle", "limit=1"], "limit=1: must be at least 2"),
         (["draft={place}/eagle", "max_tokens=1"], "max_tokens=1: must be at least 4"),
         (["draft={place}/eagle", "depth=0"], "depth=0: must be at least 1"),
@@ -78,9 +93,10 @@ def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
         ),
         (["draft={place}/eagle", "target.cached=true"], "target=cached: has no layers to answer with"),
         (["draft={place}/eagle", "max_tokens=250"], "fewer than two rows hold a prompt of less than 6 tokens"),
-        (["draft={place}/eagle", "trained=nowhere"], "trained=nowhere: no checkpoint there"),
+        (["draft={place}/eagle", "trained=nowhere"], "trained=nowhere: no such directory"),
         (["draft={place}/eagle", "trained={place}/mtp"], "mtp: is the draft "),
         (["draft={place}/eagle", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
+        (["draft={place}/eagle", "data.heldout=some.jsonl"], "data.heldout=some.jsonl: is not read; give data.path"),
         ([], "draft.path is needed"),
     ],
 )

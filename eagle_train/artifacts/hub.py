@@ -10,15 +10,16 @@ from eagle_train.errors import UserError, one_line
 _FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt", TOKEN_MAP]
 
 
-def fetch(name: str) -> Path:
-    """The directory `name`, or the local copy of the hub repository OWNER/NAME. Raises UserError."""
+def fetch(name: str, field: str) -> Path:
+    """The directory `name`, or the local copy of the hub repository OWNER/NAME. Raises UserError, which names
+    `field`."""
     path = Path(name).expanduser()
     if path.exists() or path.is_absolute() or name.startswith(".") or len(path.parts) != 2:
         return path
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except Exception as error:  # the hub's library raises many kinds
-        raise UserError(f"checkpoint={name}: no such directory, and not on the hub: {one_line(error)}") from error
+        raise UserError(f"{field}={name}: no such directory, and not on the hub: {one_line(error)}") from error
 
 
 def push(directory: Path, name: str, private: bool) -> str:

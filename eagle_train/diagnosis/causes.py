@@ -89,8 +89,8 @@ _ORDER = {name: place for place, name in enumerate(CAUSES)}
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem: its `cause`, one of `CAUSES`, what was `measured`, a sentence, and the accepted tokens a round that
-    it costs, where that was measured."""
+    """A problem: its `cause`, one of `CAUSES`, what was `measured`, a sentence, and the drafts accepted behind
+    every token that it costs, where that was measured."""
 
     cause: str
     measured: str

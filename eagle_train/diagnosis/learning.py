@@ -127,9 +127,8 @@ def undertrained(
     hit = _table_at_slots(parts)
     over = interval(own.first - hit, own.owner, seed)
     figures = {"agreement": own.agreement, "agreement_of_table": hit.mean().item()}
-    if hit.mean() > MOST_OF_TABLE:
-        told = f"a table of token pairs is right at {hit.mean().item():.1%} of the tokens: texts repeat themselves"
-        return Learnt([], [NotChecked("training", f"{told}; give other data")], figures)
+    if (reason := repeated(parts)) is not None:
+        return Learnt([], [NotChecked("training", reason)], figures)
     if over.low > (LEAST_OVER_TABLE if reads_token else 0):
         return Learnt([], [], figures)
     steps, tokens = training.get("steps"), training.get("tokens")
@@ -140,6 +139,15 @@ def undertrained(
         f"which in the other texts is right at {hit.mean().item():.1%}.{told}"
     )
     return Learnt([Finding("undertrained", said)], [], figures)
+
+
+def repeated(parts: Sequence[Part]) -> str | None:
+    """Why these texts tell no good draft from another; None where they may. Answers that are loops are all alike: what
+    continues a loop is no better a draft elsewhere."""
+    share = _table_at_slots(parts).mean().item()
+    if share <= MOST_OF_TABLE:
+        return None
+    return f"a table of token pairs is right at {share:.1%} of the tokens: texts repeat themselves; give other data"
 
 
 def _table_at_slots(parts: Sequence[Part]) -> torch.Tensor:

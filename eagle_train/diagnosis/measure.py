@@ -5,7 +5,7 @@ Knows nothing of causes. DESIGN section 3.8.
 Shapes: T tokens of a part, N slots of all parts that are counted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from eagle_train.diagnosis.texts import Part
 from eagle_train.drafts import Draft, Head
 from eagle_train.drafts.kind import Rows
+from eagle_train.inference import Output
 from eagle_train.models.target import Target
 
 _RESAMPLED = 1000
@@ -121,6 +122,17 @@ def interval(values: torch.Tensor, owner: torch.Tensor, seed: int = 0) -> Interv
     means = (sums[drawn].sum(1) / slots[drawn].sum(1)).sort().values
     edge = _RESAMPLED // 200
     return Interval(values.double().mean().item(), means[edge].item(), means[-1 - edge].item())
+
+
+def served_tpc(outputs: Mapping[int, Output], seed: int = 0) -> Interval | None:
+    """TPC of answers by their prompts' numbers: tokens committed in decoding, per target call of it. None without a
+    call."""
+    calls = torch.tensor([each.stats.calls for each in outputs.values()])
+    if not calls.any():
+        return None
+    tokens = torch.tensor([each.stats.tokens for each in outputs.values()], dtype=torch.float64)
+    share = (tokens / calls.clamp(min=1)).repeat_interleave(calls)  # of each call, as `interval` weighs values
+    return interval(share, torch.tensor(list(outputs)).repeat_interleave(calls), seed)
 
 
 def difference(one: Measured, other: Measured, seed: int = 0) -> Interval:

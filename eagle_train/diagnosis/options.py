@@ -40,6 +40,7 @@ class DoctorConfig:
         check(not self.target.cached, "target=cached: has no layers to answer with; give the target")
         check(not self.data.mix, "data.mix: one data set is asked at a time; give data.path")
         check(self.data.format != "text", "data.format=text: it has no prompts; give conversations")
+        check(self.data.heldout is None, f"data.heldout={self.data.heldout}: is not read; give data.path")
         for name, least in (("limit", 2), ("max_tokens", 4), ("depth", 1), ("batch_size", 1)):
             check(getattr(self, name) >= least, f"{name}={getattr(self, name)}: must be at least {least}")
         known = self.serving_dtype is None or self.serving_dtype in SERVED_IN

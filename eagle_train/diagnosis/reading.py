@@ -13,7 +13,6 @@ import torch
 
 from eagle_train.artifacts.foreign import load_foreign
 from eagle_train.artifacts.format import CONFIG, KEY, Artifact, read_artifact, read_config, read_tensors
-from eagle_train.artifacts.hub import fetch
 from eagle_train.artifacts.layouts import from_layout, weights_file
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.diagnosis.causes import Finding, NotChecked
@@ -23,19 +22,21 @@ from eagle_train.errors import UserError, check
 from eagle_train.models.target import Identity, Target
 from eagle_train.ops.linear import QuantisedLinear
 from eagle_train.ops.weight_codes import dequantise
-from eagle_train.training.trained_draft import NO_CHECKPOINT, has_checkpoint, trained_draft
+from eagle_train.training.trained_draft import trained_draft
 
 
 @dataclass
 class Reading:
     """What was read of a directory. `served`: the draft as its engine reads it, None where it cannot; `trained`: as it
-    was trained, None where nothing tells; `about`: the artifact's description, None for a draft of others."""
+    was trained, None where nothing tells; `about`: the artifact's description, None for a draft of others; `is_run`:
+    whether it is a training run's own, which no export wrote and nobody edited."""
 
     served: Draft | None
     trained: Draft | None
     about: Artifact | None
     findings: list[Finding] = field(default_factory=list)
     not_checked: list[NotChecked] = field(default_factory=list)
+    is_run: bool = False
 
     @property
     def training(self) -> dict[str, Any]:
@@ -43,14 +44,12 @@ class Reading:
         return {} if self.about is None else self.about.training
 
 
-def read_draft(name: str, target: Target, field: str = "draft") -> Reading:
-    """The draft at a path or hub id. What an engine would trip over becomes a finding. Raises UserError where there is
-    no draft, or one of other sizes than the target's."""
-    path = fetch(name)
-    check((path / CONFIG).is_file() or has_checkpoint(path), f"{field}={name}: {NO_CHECKPOINT}")
+def read_draft(path: Path, name: str, target: Target, field: str = "draft") -> Reading:
+    """The draft in a directory, `name` to the user. What an engine would trip over becomes a finding. Raises UserError
+    for a draft of other sizes than the target's."""
     if not (path / CONFIG).is_file():
         source = trained_draft(path)
-        reading = Reading(source.draft, None, source.about)
+        reading = Reading(source.draft, None, source.about, is_run=True)
     elif KEY in read_config(path, field):
         reading = _of_ours(path, target, field)
     else:

@@ -6,14 +6,15 @@ has learnt last: each is asked of a draft in which nothing before was found.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from eagle_train.diagnosis.causes import Finding, NotChecked, in_order
 from eagle_train.diagnosis.compare import compared
 from eagle_train.diagnosis.conventions import gained
 from eagle_train.diagnosis.fed_variants import wanted_layers
-from eagle_train.diagnosis.learning import Learnt, context, drift, off_policy, undertrained
-from eagle_train.diagnosis.measure import Measured, interval, measured
+from eagle_train.diagnosis.learning import Learnt, context, drift, off_policy, repeated, undertrained
+from eagle_train.diagnosis.measure import Measured, interval, measured, served_tpc
 from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.overflow import overflow
 from eagle_train.diagnosis.reading import Reading, plain, read_draft
@@ -29,6 +30,7 @@ from eagle_train.inference import Output, Requests
 from eagle_train.inference.requests.readable import chats
 from eagle_train.models.loading import load_target
 from eagle_train.models.target import Target
+from eagle_train.training.trained_draft import draft_directory
 
 
 @dataclass
@@ -53,11 +55,13 @@ class Diagnosis:
 
 def examine(config: DoctorConfig) -> Diagnosis:
     """The diagnosis of the draft in `config.draft.path`. Raises UserError."""
+    path = draft_directory(config.path, "draft")
+    source = None if config.trained is None else draft_directory(config.trained, "trained")
     device = resolve_device(config.device)
     target = load_target(config.target, device, reads=chats)
     target.template_kwargs = {**(target.template_kwargs or {}), **(config.data.template_kwargs or {})}
-    reading = read_draft(config.path, target)
-    given = None if config.trained is None else _trained(config.trained, reading, target)
+    reading = read_draft(path, config.path, target)
+    given = None if source is None else _trained(source, reading, target)
     trained = reading.trained if given is None else given.served
     found = Diagnosis(list(reading.findings), list(reading.not_checked))
     served = reading.served or trained
@@ -65,15 +69,17 @@ def examine(config: DoctorConfig) -> Diagnosis:
         found.not_checked.append(NotChecked("all that runs the draft", "its files cannot be read"))
     else:
         trained = None if trained is None else plain(trained).to(device)
-        is_ours = given is not None and "steps" in given.training
+        made_from = reading if given is None and reading.is_run else given
+        is_ours = made_from is not None and "steps" in made_from.training
         Examination(config, target, served.to(device).eval(), trained, reading, is_ours).run(found)
     found.findings = in_order(found.findings)
     return found
 
 
-def _trained(name: str, reading: Reading, target: Target) -> Reading:
+def _trained(source: Path, reading: Reading, target: Target) -> Reading:
     """The draft that the examined one was made from. Raises UserError for another one, as far as both say it."""
-    found = read_draft(name, target, "trained")
+    name = str(source)
+    found = read_draft(source, name, target, "trained")
     if found.served is None:
         raise UserError(f"trained={name}: cannot be read: {found.findings[0].measured}")
     if found.about is not None and reading.about is not None:
@@ -83,8 +89,8 @@ def _trained(name: str, reading: Reading, target: Target) -> Reading:
 
 
 class Examination:
-    """A draft that can run, and the target's answers to the questions. `is_ours`: whether `trained` was given, and is
-    of a run of eagle-train."""
+    """A draft that can run, and the target's answers to the questions. `is_ours`: whether the
+    draft is a run of eagle-train, or `trained` is of one."""
 
     def __init__(
         self, config: DoctorConfig, target: Target, draft: Draft, trained: Draft | None, reading: Reading, is_ours: bool
@@ -124,16 +130,16 @@ class Examination:
 
     def figures(self) -> dict[str, Any]:
         """What the draft is worth, as served and in the training graph."""
-        stats = [output.stats for output in self.outputs.values()]
-        calls = sum(each.calls for each in stats)
-        taken = interval(self.base.taken, self.base.owner, self.config.seed)
+        seed = self.config.seed
+        taken, served = interval(self.base.taken, self.base.owner, seed), served_tpc(self.outputs, seed)
         return {
             "prompts": len(self.outputs),
             "tokens": len(self.base.taken),
-            "tokens_per_call": 1 + taken.mean,
-            "tokens_per_call_interval": [1 + taken.low, 1 + taken.high],
+            "tpc": None if served is None else served.mean,
+            "tpc_interval": None if served is None else [served.low, served.high],
+            "behind_every_token": 1 + taken.mean,
+            "behind_every_token_interval": [1 + taken.low, 1 + taken.high],
             "acceptance_per_depth": self.base.per_depth(self.depth),
-            "served_tokens_per_call": (sum(each.tokens for each in stats) - len(stats)) / calls if calls else None,
         }
 
     def as_trained(self, found: Diagnosis) -> None:
@@ -146,7 +152,7 @@ class Examination:
         lost = max(0.0, best.tokens - self.base.tokens)
         parted = compared(self.target, self.trained, self.served, self.own[0])
         found.findings += [replace(each, costs=lost) for each in parted]
-        found.figures["tokens_per_call_as_trained"] = 1 + best.tokens
+        found.figures["behind_every_token_as_trained"] = 1 + best.tokens
 
     def as_served(self, found: Diagnosis) -> None:
         """Our engine against the training graph."""
@@ -175,15 +181,20 @@ class Examination:
             found.not_checked.append(NotChecked(IN_VLLM, found.failed))
 
     def conventions(self, found: Diagnosis) -> None:
-        """Of a draft in which something was found before, a gain confirms that, or follows from it. A draft that agrees
-        with its run of eagle-train has the conventions of its training: a gain is for want of training then."""
+        """Of a draft in which something was found before, a gain confirms that, or follows from it. A draft that is, or
+        agrees with, its run of eagle-train has the conventions of its training: a gain is for want of training then.
+        On texts that repeat themselves a gain tells nothing by itself."""
         config = self.config
         finding, rows = gained(self.target, self.draft, self.own, self.base, self.depth, config.seed)
         found.figures["changes"] = rows
         known = {each.cause for each in found.findings}
-        agrees = not known and self.is_ours
-        if finding is not None and not agrees and (not known or finding.cause in known):
+        if finding is None or (known and finding.cause not in known) or (not known and self.is_ours):
+            return
+        reason = None if known else repeated(self.own)
+        if reason is None:
             found.findings.append(finding)
+        else:
+            found.not_checked.append(NotChecked("conventions", reason))
 
     def learnt(self, found: Diagnosis) -> None:
         target, draft, base, seed = self.target, self.draft, self.base, self.config.seed

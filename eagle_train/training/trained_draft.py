@@ -8,9 +8,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from eagle_train.artifacts.convert import Source
+from eagle_train.artifacts.format import CONFIG
+from eagle_train.artifacts.hub import fetch
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.drafts import Draft, saved_config
-from eagle_train.errors import UserError
+from eagle_train.errors import UserError, check
 from eagle_train.models.target import Identity
 from eagle_train.results import redact
 from eagle_train.training.checkpoint.format import MANIFEST, Checkpoint, checkpoints
@@ -20,6 +22,15 @@ from eagle_train.training.checkpoint.verify import open_checkpoint
 NO_CHECKPOINT = "no checkpoint there; give the directory of a training run"
 _CONFIG_PARTS = ("data", "train", "optim", "seed")  # of a run's config, kept in the artifact
 _LOSS = re.compile("^loss$|l1$|ce$|agreement$|^heldout_")  # names of a step's metrics that are kept
+
+
+def draft_directory(name: str, field: str) -> Path:
+    """The directory of a run, a checkpoint or an artifact, given as a path or hub id. Raises UserError, which names
+    `field`, where there is none."""
+    path = fetch(name, field)
+    check(path.exists(), f"{field}={name}: no such directory; give one, or a hub id (OWNER/NAME)")
+    check((path / CONFIG).is_file() or has_checkpoint(path), f"{field}={name}: {NO_CHECKPOINT}")
+    return path
 
 
 def has_checkpoint(path: Path) -> bool:

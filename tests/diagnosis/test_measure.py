@@ -1,11 +1,24 @@
 """Chains from every slot against a plain loop, and intervals over prompts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from eagle_train.diagnosis.measure import Measured, between, difference, hits, interval, measured, unexplained
+from eagle_train.diagnosis.measure import (
+    Measured,
+    between,
+    difference,
+    hits,
+    interval,
+    measured,
+    served_tpc,
+    unexplained,
+)
 from eagle_train.diagnosis.texts import Text, read_by_target
 from eagle_train.drafts import Head
+from eagle_train.inference.requests.sequence import Stats
+from evals.bench.statistics import decoded_tpc
 from tests.support.tiny import random_tokens, shared_target, trained_draft
 
 
@@ -46,6 +59,17 @@ def test_an_interval_is_over_prompts_and_not_over_slots():
     assert (few.low, few.high) == (0.0, 1.0)
     assert few.mean == many.mean == 0.5
     assert 0.3 < many.low < 0.45 < 0.55 < many.high < 0.7
+
+
+def test_the_tpc_that_was_served_is_that_of_its_calls():
+    """A short answer counts for its calls, and one without drafted tokens for nothing."""
+    served = {1: (2, 8), 4: (3, 6), 5: (0, 0)}  # calls, tokens
+    outputs = {number: SimpleNamespace(stats=Stats(*counts)) for number, counts in served.items()}
+    found = served_tpc(outputs)
+    assert found.mean == pytest.approx(14 / 5)
+    assert found.mean == decoded_tpc([SimpleNamespace(output=each) for each in outputs.values()])
+    assert (found.low, found.high) == (pytest.approx(2.0), pytest.approx(4.0))
+    assert served_tpc({5: outputs[5]}) is None
 
 
 def made(first: list[float], sure: list[float]) -> Measured:

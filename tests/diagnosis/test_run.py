@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from eagle_train.artifacts.convert import Source
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
+from eagle_train.diagnosis import learning, reading, run
 from eagle_train.diagnosis.files import file_findings
 from eagle_train.drafts import planned_config
 from eagle_train.inference.drafters.eagle import Eagle
@@ -31,14 +33,15 @@ def test_a_healthy_draft_raises_no_alarm(name):
     assert causes(found) == []
     assert found.is_healthy
     assert found.figures["rounds_that_differ"] == 0
-    assert found.figures["tokens_per_call"] > 2.5
+    assert found.figures["behind_every_token"] > 2.5
 
 
 @pytest.mark.parametrize(("name", "layout"), [("eagle", "vllm"), ("eagle", "trtllm"), ("eagle3", "speculators")])
 def test_a_healthy_export_raises_no_alarm(tmp_path, name, layout):
     found = examined(exported(tmp_path / "out", name, layout), trained=str(PLACE / name))
     assert causes(found) == []
-    assert found.figures["tokens_per_call_as_trained"] == pytest.approx(found.figures["tokens_per_call"], abs=0.05)
+    figures = found.figures
+    assert figures["behind_every_token_as_trained"] == pytest.approx(figures["behind_every_token"], abs=0.05)
 
 
 def test_an_export_whose_vocabulary_lies_beside_it_raises_no_alarm(tmp_path):
@@ -116,6 +119,27 @@ def test_a_gain_is_no_wrong_convention_of_a_draft_that_agrees_with_its_run(tmp_p
     diagnosis = examined(place, trained=str(place))
     assert max(each["gain"] for each in diagnosis.figures["changes"]) > 0.1
     assert ("positions" in causes(diagnosis)) == found
+
+
+def test_a_gain_on_answers_that_repeat_themselves_is_no_wrong_convention(monkeypatch):
+    """A draft of a short run continues a loop better with a norm left out, say."""
+    monkeypatch.setattr(learning, "MOST_OF_TABLE", 0.0)  # these texts are none
+    found = examined(PLACE / "own_states", limit=8)
+    assert max(each["gain"] for each in found.figures["changes"]) > 0.1
+    assert "positions" not in causes(found)
+    (reason,) = [each.reason for each in found.not_checked if each.check == "conventions"]
+    assert reason.endswith("of the tokens: texts repeat themselves; give other data")
+
+
+def test_a_gain_is_no_wrong_convention_of_a_run(tmp_path, monkeypatch):
+    """Its conventions are known without `trained`."""
+    place = PLACE / "own_states"
+    made = Source(load_draft(place), read_artifact(place), place)
+    monkeypatch.setattr(run, "draft_directory", lambda *_: tmp_path)  # a run has no config.json
+    monkeypatch.setattr(reading, "trained_draft", lambda _: made)
+    found = examined(tmp_path, limit=8)
+    assert max(each["gain"] for each in found.figures["changes"]) > 0.1
+    assert "positions" not in causes(found)
 
 
 def test_a_slot_that_training_left_out_is_found(tmp_path):
@@ -266,7 +290,7 @@ def test_the_first_divergence_is_named(tmp_path, planted):
     assert "First divergence at " in found.findings[0].measured
     assert said in found.findings[0].measured
     assert found.findings[0].costs == pytest.approx(
-        found.figures["tokens_per_call_as_trained"] - found.figures["tokens_per_call"]
+        found.figures["behind_every_token_as_trained"] - found.figures["behind_every_token"]
     )
 
 

@@ -30,7 +30,7 @@ PROBLEM = {"cause": "<the rope> & base", "measured": "depth 1: 0.12", "remedy": 
 DOCTOR = {"evaluation": "doctor", "verdict": "The draft is served otherwise than trained.", "problems": [PROBLEM]}
 DOCTOR |= {
     "not_checked": [{"check": "vLLM", "reason": "it is not installed"}],
-    "tokens_per_call": 2.25,
+    "tpc": 2.25,
     "healthy": False,
 }
 
@@ -167,7 +167,7 @@ def test_a_run_and_the_doctor_are_told(text, root):
     assert "hub.token<redacted>" in found["training"].text.replace("\n", "")
     assert DOCTOR["verdict"] in found["doctor"].text
     assert "it is not installed" in found["doctor"].text
-    assert "tokens_per_call2.25" in found["doctor"].text.replace("\n", "").replace(" ", "")
+    assert "tpc2.25" in found["doctor"].text.replace("\n", "").replace(" ", "")
     assert PROBLEM["cause"] in found["doctor"].text
     assert "&lt;the rope&gt; &amp; base" in text
 
