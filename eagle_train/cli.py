@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +91,7 @@ def with_others_off(overrides: list[str]) -> list[str]:
     given = {override.partition("=")[0] for override in overrides}
     off = {key: other for key, other in EITHER.items() if other not in given and f"{key}=null" not in overrides}
     pairs = ((override, off.get(override.partition("=")[0])) for override in overrides)
-    # Beside it: Hydra's parser takes overrides before its options or behind them, not both.
+    # Beside it: the end is for Hydra's own options, see `overrides_first`.
     return [each for override, other in pairs for each in (override, *([] if other is None else [f"{other}=null"]))]
 
 
@@ -141,9 +142,7 @@ def named_path(override: str, command: str = "train") -> list[str]:
 
 def check_overrides(config_name: str, arguments: list[str]) -> None:
     """Compose once before Hydra does, so that an unknown key, or one not given, is one line and told at once."""
-    parser = argument_parser()
-    parser.error = refuse  # type: ignore[method-assign]
-    given = parser.parse_args(arguments)
+    given = divided(arguments)
     if given.config_dir or given.config_path:  # files beside ours
         return
     for overrides in jobs_of(given.overrides) if given.multirun else [given.overrides]:
@@ -170,6 +169,22 @@ def jobs_of(overrides: list[str]) -> list[list[str]]:
         ]
 
     return [job(number) for number in range(max(map(len, values), default=0) or 1)]
+
+
+def divided(arguments: list[str]) -> Namespace:
+    """Hydra's own options and, as `overrides`, the rest, in any order. Raises UserError for options that do not fit."""
+    parser = argument_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_intermixed_args(arguments)
+
+
+def overrides_first(arguments: Iterable[str]) -> list[str]:
+    """Arguments with Hydra's own options at their end: its parser does not take overrides on both sides of these."""
+    options = list(arguments)
+    overrides = divided(options).overrides
+    for override in overrides:
+        options.remove(override)
+    return [*overrides, *options]
 
 
 def refuse(message: str) -> NoReturn:
@@ -265,8 +280,8 @@ def parse_arguments(config_name: str) -> list[str]:
             print(usage(CONF_DIR, config_name, BESIDE))
         sys.exit()
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
-    arguments = as_overrides(config_name, sys.argv[1:], multirun)
     try:
+        arguments = as_overrides(config_name, overrides_first(sys.argv[1:]), multirun)
         check_overrides(config_name, arguments)
     except UserError as error:
         sys.exit(report(error))

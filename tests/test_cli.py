@@ -191,6 +191,9 @@ def test_a_mistake_is_one_line(given, capsys, arguments, message):
         (["--help"], "Configuration groups"),
         (["--cfg", "job"], "prompt: ???"),
         (["--cfg", "job", "prompt=a, b"], "a, b"),
+        (["seed=7", "--cfg", "job", "prompt=a, b"], "prompt: a, b"),
+        (["seed=7", "--cfg", "job", "prompt=x", "-p", "grammar", "top_k=2"], "json_schema: null"),
+        (["--cfg", "job", "prompt=--cfg"], "prompt: --cfg"),
         (["--cfg", "job", "--config-name", "commands/export", "out=x"], "layout: native"),
     ],
 )
