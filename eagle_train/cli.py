@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from eagle_train.errors import UserError, check, one_line, report
 from eagle_train.fields import bases, defaults_of
 from eagle_train.hydra_private import argument_parser
-from eagle_train.misread import HELP, SHORT, added, misread, one_of
+from eagle_train.misread import HELP, SHORT, added, is_group, misread, one_of
 from eagle_train.settings import CONF_DIR, PACKAGE
 from eagle_train.terminal import log_to_stderr, printable
 from eagle_train.tree_names import ANY_TREE, TREES, tree_of
@@ -276,8 +276,12 @@ def parse_arguments(config_name: str) -> list[str]:
     """The command line's overrides, as Hydra parses them. `--help` and an invalid override end the process here."""
     tell_plainly()
     if {"-h", "--help"} & set(sys.argv[1:]):
+        try:
+            given = choices(config_name, sys.argv[1:])
+        except UserError as error:
+            sys.exit(report(error))
         with ending_with_its_reader():
-            print(usage(CONF_DIR, config_name, BESIDE))
+            print(usage(CONF_DIR, config_name, BESIDE, given))
         sys.exit()
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
     try:
@@ -286,6 +290,17 @@ def parse_arguments(config_name: str) -> list[str]:
     except UserError as error:
         sys.exit(report(error))
     return arguments
+
+
+def choices(config_name: str, arguments: Iterable[str]) -> dict[str, str]:
+    """The groups' options among a command's arguments. Raises UserError for one that there is not."""
+    words = [each for each in arguments if not each.startswith("-")]
+    pairs = [each.partition("=") for each in as_overrides(config_name, words)]
+    chosen = {key: option for key, equals, option in pairs if equals and is_group(key) and not option.startswith("{")}
+    no_kind = [f"{key}={value}" for key, _, value in pairs if key == "draft.path" and config_name in TRAINING]
+    if chosen or no_kind:
+        compose(config_name, [*(f"{group}={option}" for group, option in chosen.items()), *no_kind])
+    return chosen
 
 
 def as_overrides(config_name: str, arguments: Iterable[str], multirun: bool = False) -> list[str]:
