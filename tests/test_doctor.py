@@ -32,6 +32,7 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert (found["healthy"], found["problems"]) == (True, [])
     assert {"config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
+    assert "${" not in json.dumps(found["config"])  # what names another key is its value
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Healthy")
 
 
