@@ -239,8 +239,8 @@ def told_of(overrides: list[str], config_name: str, place: str) -> str | None:
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Makes `task(config)` a command with Hydra's overrides.
 
-    A UserError ends it with one line on stderr and status 2; so do an unknown override and a value left at `???`. An
-    interrupt ends it with one line, too.
+    A UserError ends it with one line on stderr and status 2; so do an unknown override, a value left at `???`, and a
+    file or directory that the user may not open. An interrupt ends it with one line, too.
     """
 
     def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -253,6 +253,10 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                     task(config)
             except OmegaConfBaseException as error:
                 sys.exit(report(UserError(one_line(error))))
+            except PermissionError as error:  # of any file that is the user's to open
+                if error.filename is None:
+                    raise
+                sys.exit(report(UserError(f"{error.filename}: {error.strerror}")))
             except UserError as error:  # caught here, because Hydra would add its own lines to it
                 sys.exit(report(error))
             except KeyboardInterrupt:
