@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from eagle_train.errors import UserError, check, one_line, report
 from eagle_train.fields import bases, defaults_of
 from eagle_train.hydra_private import argument_parser
-from eagle_train.misread import HELP, SHORT, added, misread, one_of
+from eagle_train.misread import HELP, SHORT, added, is_group, misread, one_of
 from eagle_train.settings import CONF_DIR, PACKAGE
 from eagle_train.terminal import log_to_stderr, printable
 from eagle_train.tree_names import ANY_TREE, TREES, tree_of
@@ -90,7 +91,7 @@ def with_others_off(overrides: list[str]) -> list[str]:
     given = {override.partition("=")[0] for override in overrides}
     off = {key: other for key, other in EITHER.items() if other not in given and f"{key}=null" not in overrides}
     pairs = ((override, off.get(override.partition("=")[0])) for override in overrides)
-    # Beside it: Hydra's parser takes overrides before its options or behind them, not both.
+    # Beside it: the end is for Hydra's own options, see `overrides_first`.
     return [each for override, other in pairs for each in (override, *([] if other is None else [f"{other}=null"]))]
 
 
@@ -141,9 +142,7 @@ def named_path(override: str, command: str = "train") -> list[str]:
 
 def check_overrides(config_name: str, arguments: list[str]) -> None:
     """Compose once before Hydra does, so that an unknown key, or one not given, is one line and told at once."""
-    parser = argument_parser()
-    parser.error = refuse  # type: ignore[method-assign]
-    given = parser.parse_args(arguments)
+    given = divided(arguments)
     if given.config_dir or given.config_path:  # files beside ours
         return
     for overrides in jobs_of(given.overrides) if given.multirun else [given.overrides]:
@@ -170,6 +169,22 @@ def jobs_of(overrides: list[str]) -> list[list[str]]:
         ]
 
     return [job(number) for number in range(max(map(len, values), default=0) or 1)]
+
+
+def divided(arguments: list[str]) -> Namespace:
+    """Hydra's own options and, as `overrides`, the rest, in any order. Raises UserError for options that do not fit."""
+    parser = argument_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_intermixed_args(arguments)
+
+
+def overrides_first(arguments: Iterable[str]) -> list[str]:
+    """Arguments with Hydra's own options at their end: its parser does not take overrides on both sides of these."""
+    options = list(arguments)
+    overrides = divided(options).overrides
+    for override in overrides:
+        options.remove(override)
+    return [*overrides, *options]
 
 
 def refuse(message: str) -> NoReturn:
@@ -224,8 +239,8 @@ def told_of(overrides: list[str], config_name: str, place: str) -> str | None:
 def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Makes `task(config)` a command with Hydra's overrides.
 
-    A UserError ends it with one line on stderr and status 2; so do an unknown override and a value left at `???`. An
-    interrupt ends it with one line, too.
+    A UserError ends it with one line on stderr and status 2; so do an unknown override, a value left at `???`, and a
+    file or directory that the user may not open. An interrupt ends it with one line, too.
     """
 
     def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -238,6 +253,10 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
                     task(config)
             except OmegaConfBaseException as error:
                 sys.exit(report(UserError(one_line(error))))
+            except PermissionError as error:  # of any file that is the user's to open
+                if error.filename is None:
+                    raise
+                sys.exit(report(UserError(f"{error.filename}: {error.strerror}")))
             except UserError as error:  # caught here, because Hydra would add its own lines to it
                 sys.exit(report(error))
             except KeyboardInterrupt:
@@ -261,16 +280,31 @@ def parse_arguments(config_name: str) -> list[str]:
     """The command line's overrides, as Hydra parses them. `--help` and an invalid override end the process here."""
     tell_plainly()
     if {"-h", "--help"} & set(sys.argv[1:]):
+        try:
+            given = choices(config_name, sys.argv[1:])
+        except UserError as error:
+            sys.exit(report(error))
         with ending_with_its_reader():
-            print(usage(CONF_DIR, config_name, BESIDE))
+            print(usage(CONF_DIR, config_name, BESIDE, given))
         sys.exit()
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
-    arguments = as_overrides(config_name, sys.argv[1:], multirun)
     try:
+        arguments = as_overrides(config_name, overrides_first(sys.argv[1:]), multirun)
         check_overrides(config_name, arguments)
     except UserError as error:
         sys.exit(report(error))
     return arguments
+
+
+def choices(config_name: str, arguments: Iterable[str]) -> dict[str, str]:
+    """The groups' options among a command's arguments. Raises UserError for one that there is not."""
+    words = [each for each in arguments if not each.startswith("-")]
+    pairs = [each.partition("=") for each in as_overrides(config_name, words)]
+    chosen = {key: option for key, equals, option in pairs if equals and is_group(key) and not option.startswith("{")}
+    no_kind = [f"{key}={value}" for key, _, value in pairs if key == "draft.path" and config_name in TRAINING]
+    if chosen or no_kind:
+        compose(config_name, [*(f"{group}={option}" for group, option in chosen.items()), *no_kind])
+    return chosen
 
 
 def as_overrides(config_name: str, arguments: Iterable[str], multirun: bool = False) -> list[str]:

@@ -37,7 +37,7 @@ def job(values: DictConfig) -> int:
     tell_bundled(config.data.path or "", config.target.path, "data.path")
     out = prepared(config.out)
     found = examine(config)
-    given: Any = OmegaConf.to_container(values)
+    given: Any = OmegaConf.to_container(values, resolve=True)
     write_diagnosis(out, found, given)
     print(summary(found), f"written to {out}: report.md, results.json", sep="\n")
     if found.failed is not None and not found.findings:  # what was found may be why

@@ -13,9 +13,12 @@ HOW = """\
 Usage: {program} [KEY=VALUE ...]
 
 A value with commas, blanks or brackets is quoted for the shell: 'KEY=[a, b]'. ??? must be given; null stands for none.
---cfg job prints the config with the values that were given, and ends."""
+<KEY> stands for the value of KEY. --cfg job prints the config with the values that were given, and ends."""
+OTHERS = "GROUP=OPTION --help shows the keys of another option."
 
-_GROUP = re.compile(r"^  - /(\w+): (\w+)")
+_GROUP = re.compile(r"^  - (?:override )?/(\w+): (\w+)", re.MULTILINE)
+_SELF = "\n  - _self_\n"
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,(\w+))?\}")
 _PACKAGE = "# @package _global_\n"
 _BASES = re.compile(r"^defaults: \[(.*)\]$", re.MULTILINE)
 _KEY = re.compile(r"^(\s*)([\w.]+):(?: +|$)(.*)$")
@@ -24,14 +27,25 @@ Entries = dict[str, list[str]]
 """The lines of each key at a YAML's top level, those of what is below it included."""
 
 
-def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
-    """A command's help, from `conf`/commands/`name`.yaml. `also`: what a group takes besides its YAMLs."""
+def usage(conf: Path, name: str, also: Mapping[str, str], given: Mapping[str, str] | None = None) -> str:
+    """A command's help, from `conf`/commands/`name`.yaml. `also`: what a group takes besides its YAMLs. `given`: the
+    options that were chosen in the place of others."""
+    given = given or {}
     text = (conf / "commands" / f"{name}.yaml").read_text("utf-8").removeprefix(_PACKAGE)
     about, own = _about(text), _entries(text)
-    chosen = {found[1]: found[2] for line in text.splitlines() if (found := _GROUP.match(line))}
+    last = _chosen(text.partition(_SELF)[2])  # whose values take the place of the command's
+    chosen = _chosen(text)
+    for group in last:
+        path = conf / group / f"{given.get(group, chosen[group])}.yaml"
+        chosen |= _chosen(path.read_text("utf-8")) if path.is_file() else {}
+    chosen |= {group: option for group, option in given.items() if group in chosen}
     for group, option in list(chosen.items()):
-        if _is_shared(conf / group / f"{option}.yaml"):  # keys that commands share, and nothing to choose
-            shared = _merged(conf / group, option)
+        if not _is_shared(conf / group / f"{option}.yaml"):
+            continue
+        shared = _merged(conf / group, option)
+        if group in last:
+            _overlay(own, shared)
+        else:  # keys that commands share, and nothing to choose
             _overlay(shared, own)
             own = shared
             del chosen[group]
@@ -42,14 +56,30 @@ def usage(conf: Path, name: str, also: Mapping[str, str]) -> str:
         choice = "; ".join([", ".join(options), *([also[group]] if group in also else [])])
         if option != FIELDS:
             groups.append(f"  {f'{group}={option}':<20} {choice}")
-        entries = _merged(conf / group, option) if option in (*options, FIELDS) else {}
+        has_keys = option in (*options, FIELDS) and not _is_shared(conf / group / f"{option}.yaml")
+        entries = _merged(conf / group, option) if has_keys else {}
         _overlay(entries, _below(own.pop(group, [])))
         keys += [line for lines in entries.values() for line in _dotted(lines, f"{group}.")]
     keys += [line for lines in own.values() for line in _dotted(lines)]
+    known = {line.split("=")[0].strip() for line in keys}
+    keys = [_in_words(line, known) if "${" in line else line for line in keys]
     parts = [about, HOW.format(program=about.partition(":")[0])]
     if groups:
         parts.append("\n".join(["Configuration groups, GROUP=OPTION, and what there is of each:", *groups]))
-    return "\n\n".join([*parts, "\n".join(["Keys, with their values where nothing is given:", *keys])])
+    parts.append("\n".join(["Keys, with their values where nothing is given:", *keys]))
+    return "\n\n".join([*parts, *([OTHERS] if groups else [])])
+
+
+def _chosen(text: str) -> dict[str, str]:
+    """The option of each group in the defaults list of a YAML's text."""
+    return dict(_GROUP.findall(text))
+
+
+def _in_words(line: str, known: set[str]) -> str:
+    """A key's line, where its value names other keys: each as <KEY>, or what stands for one that is not `known`."""
+    given, mark, comment = line.partition(" # ")
+    given = _REFERENCE.sub(lambda m: f"<{m[1]}>" if m[1] in known or m[2] is None else m[2], given).rstrip()
+    return f"{given:<36}{mark}{comment}" if mark else given
 
 
 def _is_shared(path: Path) -> bool:

@@ -50,7 +50,7 @@ class Config:
 
 @evaluation_alone("stream_memory")
 def main(values: DictConfig) -> None:
-    config = build(Config, OmegaConf.to_container(values), "")
+    config = build(Config, OmegaConf.to_container(values, resolve=True), "")
     out = prepared_file(config.out)
     with tempfile.TemporaryDirectory() as folder:
         made_up = Path(folder) / "chats.jsonl"

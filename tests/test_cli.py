@@ -1,6 +1,7 @@
 """config.py and conf/: what a user types arrives, a mistake is one line, and the YAMLs fit their dataclasses."""
 
 import dataclasses
+import errno
 import json
 import os
 import resource
@@ -24,6 +25,7 @@ from eagle_train.corpus.source import DataConfig
 from eagle_train.drafts import EagleConfig
 from eagle_train.errors import OptionError, UserError, check, within
 from eagle_train.hardware import resolve_device
+from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.named_trees import load_tree
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.loading import TargetConfig
@@ -191,6 +193,9 @@ def test_a_mistake_is_one_line(given, capsys, arguments, message):
         (["--help"], "Configuration groups"),
         (["--cfg", "job"], "prompt: ???"),
         (["--cfg", "job", "prompt=a, b"], "a, b"),
+        (["seed=7", "--cfg", "job", "prompt=a, b"], "prompt: a, b"),
+        (["seed=7", "--cfg", "job", "prompt=x", "-p", "grammar", "top_k=2"], "json_schema: null"),
+        (["--cfg", "job", "prompt=--cfg"], "prompt: --cfg"),
         (["--cfg", "job", "--config-name", "commands/export", "out=x"], "layout: native"),
     ],
 )
@@ -271,6 +276,26 @@ def test_a_mistake_found_later_is_one_line_too(capsys):
     assert call(task, "checkpoint=c", "out=there") == 2
     assert error_line(capsys) == "out=there: is taken"
     assert call(task, "checkpoint=c", "out=here") == 0
+
+
+def test_a_file_that_may_not_be_opened_is_one_line(capsys):
+    @command("export")
+    def task(config: DictConfig) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", config.checkpoint)
+
+    assert call(task, "checkpoint=some/where", "out=d") == 2
+    assert error_line(capsys) == "some/where: Permission denied"
+
+
+def test_a_tree_that_may_not_be_read_is_told(tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    file = tmp_path / "tree.yaml"
+    file.write_text("parents: [-1, 0]")
+    monkeypatch.setattr(OmegaConf, "load", refused)
+    with pytest.raises(UserError, match=f"tree.table={file}: cannot be read: Permission denied"):
+        Dispatcher({"table": str(file)})
 
 
 def test_an_interrupt_is_one_line(capsys):

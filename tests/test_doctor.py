@@ -38,6 +38,7 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
     assert told[1].startswith(f"{found['tpc']:.2f} ")
     assert found["tpc_interval"][0] <= found["tpc"] <= found["tpc_interval"][1]
     assert {"behind_every_token", "config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
+    assert "${" not in json.dumps(found["config"])  # what names another key is its value
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Healthy")
 
 

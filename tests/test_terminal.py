@@ -119,3 +119,37 @@ def test_help(command, words, capsys):
     assert "Configuration groups" in text
     assert all(word in text for word in words)
     assert "Hydra" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told", "untold"),
+    [
+        (["draft=eagle3", "optim.lr=7"], ["draft=eagle3 ", "draft.decay=0.8"], ["draft.norms=", "optim.lr=7"]),
+        (["experiment=qwen3_8b"], ["target=hf ", "target.path=Qwen/Qwen3-8B", "data.row_tokens=4096"], ["target=tiny"]),
+        (["experiment=quickstart", "data=messages"], ["data=messages ", "optim.name=muon"], ["data=stdlib"]),
+        (
+            ["target=some/where"],
+            ["target=hf ", "target.path=???", "target.template_kwargs=<data.template_kwargs>"],
+            ["${"],
+        ),
+    ],
+)
+def test_help_tells_the_keys_of_the_options_that_are_given(arguments, told, untold, capsys):
+    assert call(train.main, *arguments, "--help") == 0
+    text = capsys.readouterr().out
+    assert [word for word in told if f"  {word}" not in text] == []
+    assert [word for word in untold if f"  {word}" in text] == []
+    assert text.endswith("GROUP=OPTION --help shows the keys of another option.\n")
+
+
+def test_help_tells_an_option_that_there_is_not(capsys):
+    assert call(train.main, "draft=eagle9", "--help") == 2
+    assert "draft=eagle9: must be one of eagle, eagle3" in capsys.readouterr().err
+
+
+def test_help_has_no_reference_to_a_key_that_the_command_has_not(capsys):
+    assert call(generate.main, "--help") == 0
+    text = capsys.readouterr().out
+    assert "  target.template_kwargs=null" in text
+    assert "  drafter.alignment=<draft.alignment>" in text
+    assert "${" not in text

@@ -100,7 +100,9 @@ def _read_table(path: str) -> Any:
     check(Path(path).is_file(), f"tree.table={path}: no such file")
     try:
         table = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"tree.table={path}: cannot be read: {error.strerror}") from error
+    except (YAMLError, ValueError) as error:
         raise UserError(f"tree.table={path}: no YAML: {one_line(error)}") from error
     given = set(table) if isinstance(table, dict) else set()
     is_table = bool(given) and all(isinstance(size, int) for size in given)

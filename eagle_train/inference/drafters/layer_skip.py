@@ -139,7 +139,9 @@ def _read_layers(path: str) -> Any:
     check(Path(path).is_file(), f"drafter.layers={path}: no such file; give a number, a list, or a YAML with `layers`")
     try:
         found: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"drafter.layers={path}: cannot be read: {error.strerror}") from error
+    except (YAMLError, ValueError) as error:
         raise UserError(f"drafter.layers={path}: no YAML: {one_line(error)}") from error
     check(isinstance(found, dict) and "layers" in found, f"drafter.layers={path}: must have the key `layers`, a list")
     return found["layers"]
