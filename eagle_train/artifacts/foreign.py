@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -24,6 +23,7 @@ from eagle_train.drafts.rope import without_sections
 from eagle_train.errors import UserError, check, foreign, one_line, shown
 from eagle_train.models.directory import read_mapping
 from eagle_train.models.target import Target
+from eagle_train.ops.tensor_files import tensors_of
 
 _PICKLES = "pytorch_model*.bin"  # of EAGLE's repository, from before safetensors
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # that DDP and whole models put before tensor names
@@ -164,7 +164,7 @@ def _read_files(directory: Path) -> dict[str, torch.Tensor]:
         else:
             names = ["model.safetensors"]
         if (directory / names[0]).is_file() or not pickles:
-            parts = [load_file(directory / name) for name in names]
+            parts = [tensors_of(directory / name) for name in names]
         else:
             parts = [torch.load(path, map_location="cpu", weights_only=True) for path in pickles]
     except Exception as error:  # a damaged pickle may raise anything

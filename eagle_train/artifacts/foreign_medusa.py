@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.drafts import MedusaConfig, MedusaDraft
 from eagle_train.drafts.medusa_layouts import BLOCK, HEADS_FILE, LAYOUTS, LM_HEAD
 from eagle_train.errors import check, foreign
 from eagle_train.models.target import Target
+from eagle_train.ops.tensor_files import tensors_of
 
 _PICKLE = "medusa_lm_head.pt"
 _PREFIX = re.compile(r"^medusa_heads?\.")  # that whole models put before the names
@@ -31,7 +31,7 @@ def load_medusa(directory: Path, target: Target) -> MedusaDraft:
     place = f"checkpoint={directory}"
     with foreign(f"{place}: its weights cannot be read"):
         if (directory / HEADS_FILE).is_file():
-            tensors = load_file(directory / HEADS_FILE)
+            tensors = tensors_of(directory / HEADS_FILE)
         else:
             tensors = torch.load(directory / _PICKLE, map_location="cpu", weights_only=True)
     tensors = {_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}

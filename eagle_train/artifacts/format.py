@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts.tensors import check_finite, file_tensors, load_tensors
@@ -27,7 +26,7 @@ from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.models.loading import TargetConfig, load_config
 from eagle_train.models.target import Identity
-from eagle_train.ops.tensor_files import write_tensors
+from eagle_train.ops.tensor_files import tensors_of, write_tensors
 from eagle_train.results import write_json, write_text
 from eagle_train.settings import build
 
@@ -182,7 +181,7 @@ def load_draft(directory: str | Path, target: Identity | None = None, field: str
 
 def read_tensors(directory: str | Path, field: str = "draft", file: str = WEIGHTS) -> dict[str, torch.Tensor]:
     try:
-        return load_file(Path(directory).expanduser() / file)
+        return tensors_of(Path(directory).expanduser() / file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{field}={directory}: {file} cannot be read: {error}") from error
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.drafts import Draft, DraftConfig
@@ -20,7 +19,7 @@ from eagle_train.drafts.kind import InTarget
 from eagle_train.errors import UserError, check, foreign
 from eagle_train.models.directory import folder_of, weight_files
 from eagle_train.models.target import TargetEnds
-from eagle_train.ops.tensor_files import write_tensors
+from eagle_train.ops.tensor_files import check_opens, tensors_of, write_tensors
 
 
 def check_in_target(shape: DraftConfig, hf_config: Any, path: str, field: str) -> None:
@@ -85,7 +84,7 @@ def put_back(draft: Draft, target: TargetEnds, path: str, out: Path, field: str)
 
 def _copy_with(tensors: Mapping[str, torch.Tensor], file: Path, copy: Path, said: str) -> None:
     """Write a safetensors file again, with `tensors` in the place of those of these names, in their dtypes."""
-    found = load_file(file)
+    found = tensors_of(file)
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
     for name in found.keys() & tensors.keys():
@@ -112,6 +111,8 @@ def _files_of(
     found: dict[str, Path] = {}
     for file in weight_files(folder, said):
         check(file.suffix == ".safetensors", f"{said}: {file.name} is no safetensors; give a checkpoint in safetensors")
+        with foreign(f"{said}: {file.name}"):
+            check_opens(file)
         with foreign(f"{said}: {file.name}"), safe_open(file, "pt") as tensors:
             found |= {name: file for name in tensors.keys() if name.startswith(place.prefix)}  # noqa: SIM118, no mapping
     check(bool(found), f"{said}: has no {place.prefix}*, so no draft of its own; {instead}")

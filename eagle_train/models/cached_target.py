@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from eagle_train.errors import UserError, check, foreign, shown
 from eagle_train.models.directory import folder_of
@@ -28,7 +27,7 @@ from eagle_train.models.state_files import (
     read_header,
 )
 from eagle_train.models.target import Identity, Target, TargetEnds
-from eagle_train.ops.tensor_files import write_tensors
+from eagle_train.ops.tensor_files import tensors_of, write_tensors
 
 _ENDS = "ends.safetensors"
 _EMBEDDING, _WEIGHT, _BIAS = "embedding", "lm_head.weight", "lm_head.bias"
@@ -184,7 +183,7 @@ def load_cached(config: TargetConfig, device: torch.device | str) -> CachedTarge
     header = read_header(folder, place)
     text_config = load_config(config).get_text_config()
     with foreign(f"{place}: {_ENDS} cannot be read; write the cache again"):
-        ends = {name: each.to(device) for name, each in load_file(folder / _ENDS).items()}
+        ends = {name: each.to(device) for name, each in tensors_of(folder / _ENDS).items()}
     embedding = ends[_EMBEDDING]
     lm_head = LMHead(ends.get(_WEIGHT, embedding), ends.get(_BIAS), header.scale, header.softcap)
     files = StateFiles(folder, header, place)

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from eagle_train.errors import UserError, check, foreign, one_line, shown
+from eagle_train.ops.tensor_files import tensors_of
 
 VERSION = 1
 HEADER, INDEX = "cache.json", "index.safetensors"
@@ -243,7 +243,7 @@ class StateFiles:
     def __init__(self, folder: Path, header: Header, place: str):
         self.folder, self.header, self.place = folder, header, place
         with foreign(f"{place}: {INDEX} cannot be read; write the cache again"):
-            index = load_file(folder / INDEX)
+            index = tensors_of(folder / INDEX)
             self._heads, self._tails = index["keys"].numpy().view(">u8").T
             self._columns = [index[name].numpy() for name in Place._fields]
         self._shard = lru_cache(maxsize=_OPEN)(lambda number: Shard(folder / header.shards[number], place))

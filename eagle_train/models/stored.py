@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from eagle_train.errors import UserError, check, foreign
 from eagle_train.models.directory import weight_files
 from eagle_train.models.head import head_of
+from eagle_train.ops.tensor_files import check_opens
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # types that are a weight's own numbers
 PICKLED = dict(zip((torch.float64, torch.float32, torch.float16, torch.bfloat16), FLOATS, strict=True))
@@ -46,6 +47,8 @@ def _headers(path: Path, place: str) -> list[_Stored]:
             found += _pickled(file, place) if is_zipfile(file) else []
             continue
         damaged = f"{place}: {file.name} is damaged or ends too early, download it again"
+        with foreign(f"{place}: {file.name} cannot be read"):
+            check_opens(file)
         with foreign(damaged), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, it is no mapping
                 part = tensors.get_slice(name)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
@@ -14,3 +14,14 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Map
     mode = path.stat().st_mode
     save_file(dict(tensors), path, None if metadata is None else dict(metadata))
     path.chmod(mode)
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file. Raises OSError, with the reason, and SafetensorError."""
+    check_opens(path)
+    return load_file(path)
+
+
+def check_opens(path: Path) -> None:
+    """Raise OSError, with the reason, for a file that cannot be opened: safetensors tells each of these as missing."""
+    path.open("rb").close()

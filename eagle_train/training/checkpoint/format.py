@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
 from eagle_train.distributed import ALONE, World
-from eagle_train.ops.tensor_files import write_tensors
+from eagle_train.ops.tensor_files import tensors_of, write_tensors
 from eagle_train.ops.torch_private import dtensor_offset
 from eagle_train.results import json_text
 
@@ -59,7 +58,7 @@ class Checkpoint:
 
     def draft(self) -> dict[str, Tensor]:
         """The draft's whole tensors, on the CPU, in the dtypes they were saved in (fp32)."""
-        return load_file(self.path / _DRAFT)
+        return tensors_of(self.path / _DRAFT)
 
     @property
     def names(self) -> set[str]:
