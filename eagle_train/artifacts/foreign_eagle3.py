@@ -17,7 +17,7 @@ _IDS = "eagle_aux_hidden_state_layer_ids"
 _SPECULATORS = ("speculators_model_type", "speculators_config")
 OF_EAGLE3 = (*FLAGS, _IDS, "eagle_config", *_SPECULATORS, *MASK_TOKENS)  # keys of a config.json beside the layers'
 _HEAD, _OFFSETS = "lm_head.weight", "d2t"
-_FREE_OF_LENGTH = ("default", "linear", "llama3")  # RoPE types whose angles do not hang on the longest context
+_FREE_OF_LENGTH = ("default", "linear", "llama3")  # RoPE types whose angles do not depend on the longest context
 _UNUSED = ("t2d", MASK)  # the inverse of d2t; of a draft that names no mask token
 
 
@@ -66,8 +66,8 @@ def _steps(values: Mapping[str, Any]) -> int | None:
 
 
 def positions_of(llama: LlamaConfig, values: Mapping[str, Any], target: Target) -> int:
-    """A draft's longest context: its own, or the target's where that is longer and no rotary angle hangs on it: engines
-    cut requests to it."""
+    """A draft's longest context: its own, or the target's where that is longer and no rotary angle depends on it:
+    engines cut requests to it."""
     if "max_position_embeddings" not in values:
         return target.max_positions
     own, rope = llama.max_position_embeddings, (llama.rope_parameters or {}).get("rope_type", "default")

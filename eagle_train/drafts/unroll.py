@@ -4,7 +4,7 @@ Pass 1 runs the draft on the target's hidden states. In pass k, slot j is fed th
 at slot j-1, and attends to what a chain rooted at slot j-k+1 has: pass 1 up to its root, then passes 2, 3, ... k, one
 slot each. The tokens fed are the document's own (as in HASS, arXiv 2408.15766).
 
-Where what later passes are fed hangs on no pass before, all passes are one call (`all_passes`): they attend alike.
+Where what later passes are fed depends on no pass before, all passes are one call (`all_passes`): they attend alike.
 Knows nothing of losses or optimisers.
 
 Shapes: B rows, T tokens, H hidden; Q, K, D as in ops.attention.

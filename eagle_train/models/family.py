@@ -166,7 +166,7 @@ def _reaches_of(twin: PreTrainedModel, place: str) -> Reaches:
 
 
 def _check_causal(model: PreTrainedModel, tokens: torch.Tensor, place: str) -> None:
-    """Raise UserError where a token's logits hang on those behind it."""
+    """Raise UserError where a token's logits depend on those behind it."""
     family = model.config.model_type
     with foreign(f"{place}: this family ({family}) cannot be run on text alone"):
         model.set_attn_implementation("eager")

@@ -95,7 +95,7 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, pla
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The relative error of a token's logits, the median over tokens; infinite where it is no number.
 
-    Not the mean: which experts a token chooses may hang on a rounding, and then it is far off for no fault of ours.
+    Not the mean: which experts a token chooses may depend on a rounding, and then it is far off for no fault of ours.
     """
     size = expected.norm(dim=-1).clamp(min=torch.finfo(expected.dtype).tiny)  # 0 of a fresh model's padding token
     error = ((found - expected).norm(dim=-1) / size).median().item()

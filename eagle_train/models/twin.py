@@ -18,7 +18,7 @@ from eagle_train.transformers_private import model_from_config
 
 VOCABULARY = 128
 WINDOW, CHUNK, BORDER, BLOCK = 8, 6, 5, 2  # no two the same, and behind each lies most of a probe's text
-NUM_EXPERTS = 4  # and every token goes through all: which are chosen may hang on a rounding
+NUM_EXPERTS = 4  # and every token goes through all: which are chosen may depend on a rounding
 HEAD_WIDTH = 16
 SMALL = 128  # layers of this width are left as they are
 NARROWER = 8  # than layers, what is within them
@@ -48,7 +48,7 @@ DROPPED = ("quantization_config", "dtype", "torch_dtype", "_name_or_path")
 class _Squeeze:
     """What a text model's numbers of heads, their width, and its layers' width are divided by.
 
-    `all_experts`: every token goes through all experts of few, so that no choice hangs on a rounding.
+    `all_experts`: every token goes through all experts of few, so that no choice depends on a rounding.
     """
 
     queries: int = 1

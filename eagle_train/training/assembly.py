@@ -391,7 +391,7 @@ def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: TargetEnds
 def _given_draft(directory: str, shape: DraftConfig, target: TargetEnds, own_length: bool = False) -> Draft:
     """The draft of an artifact, whose config must be the one that the group `draft` describes.
 
-    `own_length`: but for its longest context: the angles of an imported draft may hang on one that is not the target's.
+    `own_length`: but for its longest context: an imported draft's angles may depend on one that is not the target's.
     Raises UserError where it is not, saying what to give, or where the draft was made for another target.
     """
     draft = load_draft(directory, target.identity, _INIT_FROM)

@@ -146,7 +146,7 @@ def test_a_window_is_an_option_of_sglangs(target, tmp_path):
 
 
 def test_the_longest_context_is_the_targets_at_least(target, tmp_path):
-    """Engines cut requests to the draft's; a shorter one is raised where no rotary angle hangs on it."""
+    """Engines cut requests to the draft's; a shorter one is raised where no rotary angle depends on it."""
     out = exported(target, a_draft(target), tmp_path / "out", "vllm")
     values = json.loads((out / "config.json").read_text())
     del values["eagle_train"]

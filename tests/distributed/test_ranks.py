@@ -154,7 +154,7 @@ def known(rows: list[dict]) -> list[dict]:
 
 
 def continuous(rows: list[dict]) -> list[dict]:
-    """What changes little with a rounding; which token is best may hang on one."""
+    """What changes little with a rounding; which token is best may depend on one."""
     return [{name: row[name] for name in ("loss", "l1", "ce", "grad_norm", "skipped") if name in row} for row in rows]
 
 

@@ -66,7 +66,7 @@ def test_a_draft_turns_as_its_target_by_keys_that_engines_read(name):
     torch.testing.assert_close(cos[:, 0], wanted_cos)
     torch.testing.assert_close(sin[:, 0].abs(), wanted_sin.abs())
     assert set(draft.rope_parameters) <= set(ROPE_KEYS)
-    assert draft.rope_parameters["rope_type"] != "dynamic", "vLLM's hangs on the longest context"
+    assert draft.rope_parameters["rope_type"] != "dynamic", "vLLM's depends on the longest context"
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_where_results_are_written_does_not_matter(tmp_path):
 
 
 def test_the_paired_interval_is_that_of_the_difference():
-    """Of prompts whose TPC differs by the same factor the difference hangs on the prompts alone."""
+    """Of prompts whose TPC differs by the same factor the difference depends on the prompts alone."""
     rows = torch.tensor([[row[name] for name in COLUMNS] for row in answers(1)], dtype=torch.float64)
     more = rows * torch.tensor([1, 1.25, 1, 1, 1], dtype=torch.float64)
     low, high = paired_interval(rows, more, OF_ANSWERS["TPC"])

@@ -59,8 +59,8 @@ PROMPTS[5] = PROMPTS[4][:16] + PROMPTS[5][:3]  # begins like another
 class Kind:
     """A way to draft. `make`: for a target and texts like those that it will write; `tree` and `options`: the engine's.
 
-    `draws`: its drafts may also be drawn from its own distribution. `remembers`: what it drafts for a request hangs on
-    what was decoded before. `is_moody`: the engine finds drafts cheap for a while and dear for a while.
+    `draws`: its drafts may also be drawn from its own distribution. `remembers`: what it drafts for a request depends
+    on what was decoded before. `is_moody`: the engine finds drafts cheap for a while and dear for a while.
     """
 
     make: Callable[[Target, list[list[int]]], Drafter]

@@ -235,7 +235,7 @@ class GreedyCourse:
 
 @dataclass(frozen=True)
 class GreedyProver:
-    """Follows all courses of a round whose drafts are the most likely tokens: each depth's token hangs on a number."""
+    """Follows all courses of a round whose drafts are the most likely tokens: a depth's token depends on a number."""
 
     toy: Toy
     tree: Tree

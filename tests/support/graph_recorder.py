@@ -28,7 +28,7 @@ BY_THE_HOST = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what would have the host wait for a device: values that are asked for, shapes that hang on values, and
+    """Refuses what would have the host wait for a device: values that are asked for, shapes that depend on values, and
     numbers of the host's other than by `to_device`."""
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):

@@ -136,7 +136,7 @@ def test_starting_from_an_artifact_of_the_same_kind(tmp_path):
     assert torch.equal(given.lm_head.weight, draft.lm_head.weight)
     with pytest.raises(UserError, match=r"^draft\.norm_output=true: .*three has it; give draft\.norm_output=false"):
         _given_draft(str(tmp_path / "three"), replace(shape, norm_output=True), target)
-    short = replace(draft.config, max_position_embeddings=64)  # an imported draft's, whose angles hang on it
+    short = replace(draft.config, max_position_embeddings=64)  # an imported draft's, whose angles depend on it
     save_draft(short.module().init_weights(0, target.lm_head), tmp_path / "short", target.identity)
     given = _given_draft(str(tmp_path / "short"), draft.config, target, own_length=True)
     assert given.config == short

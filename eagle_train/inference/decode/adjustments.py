@@ -35,7 +35,7 @@ class Adjustment:
         return (self.repetition, self.presence, self.frequency) != (1, 0, 0)
 
     def counts_tokens(self, num_generated: int) -> bool:
-        """Whether what it changes hangs on the answer so far, of `num_generated` tokens."""
+        """Whether what it changes depends on the answer so far, of `num_generated` tokens."""
         return self.has_penalties or num_generated < self.min_tokens
 
     def is_on(self, num_generated: int) -> bool:

@@ -1,6 +1,6 @@
 """Drafts all levels of a tree at once, by heads that each propose a token further ahead (Medusa). DESIGN section 3.5.
 
-Nothing that is proposed for a level hangs on what was for another: a node at depth d has the most likely tokens of
+Nothing that is proposed for a level depends on what was for another: a node at depth d has the most likely tokens of
 level d's state below it, the same below every parent. Knows nothing of validation or requests.
 
 Shapes: A active rows, Q nodes of a level that have children, L levels that the draft can propose, H hidden.

@@ -76,7 +76,7 @@ def checked_drafts(drafter: Drafter, drafted: Any, round: DraftRound) -> tuple[D
 
 def checked_pending(drafter: Drafter, left: Any, pending: Pending) -> Pending:
     """As many of the newest tokens of `pending` as `drafter.rewind` has left of them, at least one. Nothing else of
-    `left` is used, so that no answer hangs on it. Raises UserError unless it is a Pending with counts int64 [A]."""
+    `left` is used, so that no answer depends on it. Raises UserError unless it is a Pending with counts int64 [A]."""
     name = f"drafter {type(drafter).__name__}: rewind"
     told = "it must return the Pending it was given, or the newest of it"
     check(isinstance(left, Pending), f"{name} returned {type(left).__name__}; {told}")

@@ -9,8 +9,8 @@ Interval = Sequence[float] | None
 @dataclass(frozen=True)
 class Figure:
     """A number of a result. `of`: drafter, tree and batch size, say; `interval`: of 95 %, or None; `is_time`: whether
-    it hangs on the speed of the machine; `more_is_better`; `control`: the same time of plain decoding in the same run,
-    which changes with the machine."""
+    it depends on the speed of the machine; `more_is_better`; `control`: the same time of plain decoding in the same
+    run, which changes with the machine."""
 
     of: str
     name: str
