@@ -4,14 +4,15 @@ each dataclass lives with the code that reads it. DESIGN section 3.10.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from eagle_train.errors import UserError, check, foreign, one_line, shown, within
+from eagle_train.errors import UserError, check, did_you_mean, foreign, one_line, shown, within
 
 T = TypeVar("T")
 
@@ -44,6 +45,8 @@ def build(cls: type[T], values: Any, field: str) -> T:
         said = no_list(key, OmegaConf.select(OmegaConf.create(values), own)) if wants_list else one_line(error)
         if found := MISTYPED.match(said):
             raise UserError(f"{key}={found[1]}: {RIGHT[found[2]]}") from error
+        if isinstance(error, ConfigKeyError) and is_dataclass(error.object_type):  # OmegaConf names a class of ours
+            said = "no such key" + did_you_mean(str(error.key), [each.name for each in fields(error.object_type)])
         raise UserError(f"{key}: {said}") from error
 
 

@@ -98,7 +98,7 @@ def test_suites_in_a_list_are_named_too(tmp_path):
         ([3], r"tasks=\[3\]: must be a file or a suite, a list"),
         ({"a": None}, r"tasks=\{'a': None\}: must be a file or a suite, a list"),
         ({"a": {"suite": "b"}}, r"tasks\.a='b': must be one of gsm8k, "),
-        ({"a": {"suite": "gsm8k", "paths": "b"}}, r"tasks\.a\.?\S*: Key 'paths' not in 'Suite'"),
+        ({"a": {"suite": "gsm8k", "paths": "b"}}, r"tasks\.a\.paths: no such key; did you mean path\?"),
         ({}, r"tasks=\{\}: must be a file or a suite, a list"),
         (["nowhere.jsonl"], r"^tasks=nowhere\.jsonl: no such file"),
         ("nowhere.txt", r"^tasks=nowhere\.txt: no such file"),
