@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from eagle_train import cache, datastore, export, generate, train
 from eagle_train.artifacts.format import read_artifact
 from eagle_train.caching import build, size, walk
 from eagle_train.models import state_files
+from eagle_train.models.loading import TargetConfig
 from eagle_train.models.state_files import Layout, decoded, encoded, key_of
 from eagle_train.training import assembly
 from tests.support.command_line import (
@@ -28,6 +30,7 @@ from tests.support.command_line import (
     train_arguments,
     write_jsonl,
 )
+from tests.support.multimodal import multimodal_config
 from tests.support.processes import start_ranks
 
 STEPS = 14  # with which the run is in its second epoch
@@ -348,6 +351,15 @@ def said(monkeypatch) -> list[size.Size]:
     found, size_of = [], build.size_of
     monkeypatch.setattr(build, "size_of", lambda *given: found.append(size_of(*given)) or found[-1])
     return found
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(True, False), (False, True), (False, False)])
+def test_one_matrix_for_embedding_and_head_is_counted_once_whoever_says_so(outer, inner):
+    config = multimodal_config("gemma3", tie_word_embeddings=inner)
+    config.tie_word_embeddings = outer
+    model = AutoModelForImageTextToText.from_config(config)
+    ends = {each.weight.data_ptr(): each.weight.nbytes for each in (model.get_input_embeddings(), model.lm_head)}
+    assert size.bytes_of_ends(config, TargetConfig("x"), 4) == sum(ends.values())
 
 
 def test_of_much_data_a_sample_is_rendered(root, tmp_path, monkeypatch, capsys):

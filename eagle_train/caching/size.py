@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 
@@ -15,9 +16,11 @@ from eagle_train.corpus.feed import MalformedRow, received, render
 from eagle_train.corpus.stream import Packer, Stream
 from eagle_train.errors import check
 from eagle_train.models.cached_target import ends_bytes, small_files
+from eagle_train.models.loading import TargetConfig
 from eagle_train.models.state_files import Layout
 from eagle_train.progress import progress
 from eagle_train.results import in_words
+from eagle_train.training.cost.target_shape import TargetShape
 
 _HEADERS = 4096  # bytes of the files' headers and of cache.json, about
 ALL = 20_000  # rows of data that are all rendered; of more as many are drawn
@@ -61,11 +64,16 @@ def size_of(run: Run, walk: Walk, layout: Layout) -> Size:
 
 
 def _sized(run: Run, totals: Totals, layout: Layout) -> Size:
-    text = run.hf_config.get_text_config()
-    tied = bool(getattr(text, "tie_word_embeddings", False))
-    ends = ends_bytes(text.vocab_size, text.hidden_size, tied, layout.computed.itemsize)
+    ends = bytes_of_ends(run.hf_config, run.target, layout.computed.itemsize)
     small = sum(file.stat().st_size for file in small_files(run.target.path))
     return Size(totals.documents, totals.tokens, _HEADERS + small + ends + _bytes_of(run, totals, layout))
+
+
+def bytes_of_ends(hf_config: Any, target: TargetConfig, itemsize: int) -> int:
+    """Of the target's embedding and LM head. Whether they are one follows from the model that its class builds: of a
+    multimodal config, either part may say so."""
+    shape = TargetShape.of(hf_config, target.trust_remote_code, f"target.path={target.path}")
+    return ends_bytes(shape.vocabulary, shape.hidden, shape.tied, itemsize)
 
 
 def _bytes_of(run: Run, totals: Totals, layout: Layout) -> int:
