@@ -18,7 +18,7 @@ from torch import nn
 
 from eagle_train.drafts.layouts import Layout
 from eagle_train.drafts.losses import Lesson, LossSums
-from eagle_train.drafts.rope import as_served, check_keys, check_rotary
+from eagle_train.drafts.rope import as_served, check_keys, check_lengths, check_rotary
 from eagle_train.errors import check
 from eagle_train.models.layers import Attention, rule_of_layer
 from eagle_train.models.shapes import heads_of, widest
@@ -170,6 +170,7 @@ class DraftConfig:
         given = {key: value for key, value in overrides.items() if value is not None}
         if own := given.get("rope_parameters"):
             check_keys(own)
+            check_lengths(own)
             given["rope_parameters"] = as_served(own, given.get("head_dim", heads.width))
         if size == text.vocab_size:
             given = {key: value for key, value in given.items() if key not in ("vocab_size", "vocabulary")}

@@ -31,6 +31,8 @@ ROPE_KEYS = (
     "long_mscale",
 )
 
+_OF_LENGTH = ("longrope", "llama3", "yarn")  # for which engines read the length that a target was first trained with
+
 
 def check_rotary(target_config: Any) -> dict[str, Any]:
     """The rotary settings of a target with this Hugging Face config. Raises UserError where it has none."""
@@ -60,6 +62,13 @@ def check_keys(parameters: Mapping[str, Any]) -> None:
     check(strange is None, f"draft.rope_parameters.{strange}: must be one of {', '.join(ROPE_KEYS)}")
 
 
+def check_lengths(parameters: Mapping[str, Any]) -> None:
+    """Raise UserError for settings of a draft that depend on a length which they do not say."""
+    kind, name = parameters.get("rope_type"), "original_max_position_embeddings"
+    is_said = kind not in _OF_LENGTH or parameters.get(name) is not None
+    check(is_said, f"draft.rope_parameters.{name}: must be given with rope_type={kind}")
+
+
 def as_served(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     """Rotary settings in the terms in which engines compute the same frequencies from them, for heads so wide; other
     keys than `ROPE_KEYS` are dropped. Checked against vLLM 0.32's own, for each type."""
@@ -86,8 +95,8 @@ def as_served(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
 def without_sections(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings without M-RoPE's sections, which say nothing at a text's positions, and without the old name of
     `rope_type`."""
-    named = {key: value for key, value in parameters.items() if key != "type" and not key.startswith("mrope")}
-    kind = parameters.get("rope_type", parameters.get("type"))
+    kept = (key for key in parameters if key not in ("type", "rope_type") and not key.startswith("mrope"))
+    named, kind = {key: parameters[key] for key in kept}, parameters.get("rope_type") or parameters.get("type")
     return named if kind is None else named | {"rope_type": "default" if kind == "mrope" else kind}
 
 
@@ -95,8 +104,8 @@ def _scale_of_longrope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The factor on cos and sin under both of its names: transformers reads `attention_factor` or `factor`,
     Phi-3.5-MoE and engines the two others. Empty where it follows from the lengths."""
     scale, factor = parameters.get("short_mscale") or parameters.get("attention_factor"), parameters.get("factor")
-    if scale is None and factor is not None:
-        length = parameters["original_max_position_embeddings"]
+    length = parameters.get("original_max_position_embeddings")
+    if scale is None and factor is not None and length is not None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
     if scale is None:
         return {}

@@ -13,7 +13,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 from eagle_train.artifacts.card import caveats
 from eagle_train.artifacts.format import Artifact
 from eagle_train.drafts import EagleConfig
-from eagle_train.drafts.rope import ROPE_KEYS
+from eagle_train.drafts.rope import ROPE_KEYS, without_sections
 from eagle_train.errors import UserError
 from eagle_train.models.layers import Rotary
 from eagle_train.models.target import Identity
@@ -92,6 +92,18 @@ def test_what_changes_no_angle_is_left_out():
 def test_a_setting_that_nobody_reads_is_refused():
     with pytest.raises(UserError, match=r"^draft\.rope_parameters\.alpha: must be one of rope_type, rope_theta, "):
         EagleConfig.from_target(llama(**LONG), num_layers=1, rope_parameters={"rope_theta": 1e4, "alpha": 2.0})
+
+
+@pytest.mark.parametrize("kind", ["longrope", "llama3", "yarn"])
+def test_a_length_that_engines_need_is_asked_for(kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UserError, match=rf"original_max_position_embeddings: must be given with rope_type={kind}$"):
+        EagleConfig.from_target(llama(**LONG), num_layers=1, rope_parameters=rope)
+
+
+def test_a_type_may_have_its_old_name():
+    assert without_sections({"rope_type": None, "type": "yarn", "mrope_section": [1]}) == {"rope_type": "yarn"}
+    assert without_sections({"type": "mrope"}) == {"rope_type": "default"}
 
 
 def test_an_export_for_vllm_says_how_long_a_context_longrope_allows():
