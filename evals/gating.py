@@ -1,8 +1,8 @@
 """What choosing by measured acceptance and cost brings: engine.gate and tree=auto against the best fixed choice.
 
-Loads: drafts that are never accepted, that are good, and that are good for every second request. All choices answer the
-same batches in turn. Acceptance is simulated, so that outputs mean nothing, and every round is computed. Paper section
-3.4, DESIGN section 3.5.
+Loads: drafts that are never accepted, that are good, and that are good for every second request, which is simulated,
+so that outputs mean nothing, and every round is computed; and the draft's own acceptance. All choices answer the same
+batches, in turns of a few rounds. Paper section 3.4, DESIGN section 3.5.
 
     python -m evals.gating draft=DIR batch_sizes=[1,8] out=DIR
 """
@@ -19,7 +19,7 @@ from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, SamplingParams
 from eagle_train.progress import progress
 from eagle_train.settings import build
-from evals.bench.choosing import DEPTH, LOADS, PLAIN, rates, seeded
+from evals.bench.choosing import DEPTH, LOADS, OWN, PLAIN, rates
 from evals.bench.config import BenchConfig, check_decodes, check_least, check_sizes
 from evals.bench.evaluation import evaluation_alone
 from evals.bench.report import document, made_on, number, table
@@ -29,6 +29,7 @@ from evals.bench.statistics import median_interval
 from evals.bench.trees import check_tree
 
 GATE, AUTO = "gate", "auto"
+_TOLD = {"noise": "none", "half": "every second request", "good": "all", OWN: "as accepted"}  # who has good drafts
 
 
 @dataclass(kw_only=True)
@@ -71,12 +72,10 @@ def main(values: DictConfig) -> None:
     rows, bar = list[dict[str, Any]](), progress(len(cells), "load")
     for done, (size, load) in enumerate(cells, 1):
         asked = source.batches(config.settle + config.repeats, size * config.per_row, None)
-        batches = [seeded(batch, LOADS[load]) for batch in asked]
-        rows.append(
-            {"batch_size": size, "load": load, **compared(rates(session, config.choices, size, batches), config)}
-        )
-        found = {"rows": rows, "left": len(cells) - done, **session.about()}
-        session.report(found, markdown(found))
+        found = rates(session, config.choices, size, load, asked)
+        rows.append({"batch_size": size, "load": load, **compared(found, config)})
+        told = {"rows": rows, "left": len(cells) - done, **session.about()}
+        session.report(told, markdown(told))
         bar.update(done)
     bar.close()
     session.say(aligned(comparison(rows)), f"written to {session.out}: report.md, results.json")
@@ -107,7 +106,7 @@ def _columns(row: dict[str, Any]) -> list[str]:
         interval = row[name]["interval"]
         told = "" if interval is None else " ({:.3f} to {:.3f})".format(*interval)
         shares.append(f"{row[name]['share']:.3f} of {row[name]['best']}{told}")
-    told = {"noise": "none", "half": "every second request", "good": "all"}[row["load"]]
+    told = _TOLD[row["load"]]
     return [str(row["batch_size"]), told, *(number(each, 1) for each in row["tokens_per_s"].values()), *shares]
 
 
@@ -116,10 +115,11 @@ def markdown(found: Mapping[str, Any]) -> str:
     config = found["config"]
     said = (
         f"Drafts of a good request are accepted with {config['acceptance']} where the one above was; of others never. "
-        f"Medians of {config['repeats']} turns, each of {config['per_row']} requests for each row of a batch, which "
-        f"take the places of those that end, after {config['settle']} more; answers of "
-        f"{config['max_tokens']} tokens, prompts included. `gate / best`: with engine.gate, against the faster of no "
-        "drafts and its own tree; `auto / best`: tree=auto against the fastest of all fixed ones."
+        "As accepted: nothing is simulated. "
+        f"Medians of {config['repeats']} batches of {config['per_row']} requests for each row, which take the places "
+        f"of those that end, after {config['settle']} more batches; answers of up to {config['max_tokens']} tokens, "
+        "reading prompts included; the engines take turns of a few rounds. `gate / best`: with engine.gate, against "
+        "the faster of no drafts and its own tree; `auto / best`: tree=auto against the fastest of all fixed ones."
     )
     text = f"{said}\n\n{comparison(found['rows'])}"
     return document({"Choosing against fixed choices": text, "Made on": made_on(found)})

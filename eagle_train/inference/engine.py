@@ -169,25 +169,32 @@ class Engine:
         return [self._requests.update(sequence) for sequence in advanced]
 
     def _queue(self, sequences: list[Sequence]) -> None:
-        """New requests wait, each with the drafter that it names, unless drafts do not pay. Raises UserError."""
+        """New requests wait, each with the drafter that it names. Raises UserError."""
         for sequence in sequences:
-            drafter = self._runner.drafters.seat(sequence.params.drafter)
-            if self._adaptive is not None and drafter is not None:
-                sequence.acceptance = self._adaptive.new()
-                drafter = drafter if self._adaptive.opens() else None
-            seat(sequence, drafter, self._runner.drafters)
+            seat(sequence, self._runner.drafters.seat(sequence.params.drafter), self._runner.drafters)
         enqueue(sequences, self._scheduler, self._memory)
 
     def _prefill(self) -> bool:
         """Admit requests and prefill a chunk of their prompts; returns whether any prefill ended."""
         self._make_room()
-        self._scheduler.admit()
+        self._scheduler.admit(self._begin)
         chunks = self._scheduler.chunks(self.config.prefill_tokens)
-        self._prefilled |= self._prefiller.prefill(chunks, is_decoding=bool(self._active))
+        is_here = self._prefiller.prefill(chunks, is_decoding=bool(self._active))
+        self._prefilled |= is_here
         ready = self._scheduler.ready
+        if self._adaptive is not None:
+            self._adaptive.opening.lengths.read(sum(count for _, count in chunks) if is_here else 0, len(ready))
         if ready:
             self._activate(ready, self._prefiller.first_tokens(ready))
         return bool(ready)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """A request is to be prefilled: it loses its drafter if drafts do not pay."""
+        if self._adaptive is not None and sequence.drafter is not None and sequence.acceptance is None:
+            sequence.acceptance = self._adaptive.new()
+            rows = min(len(self._scheduler.unfinished), self._scheduler.rows)
+            if not self._adaptive.opens(sequence.params.max_tokens, rows):
+                seat(sequence, None, self._runner.drafters)
 
     def _activate(self, sequences: list[Sequence], tokens: list[FirstToken]) -> None:
         """Move prefilled sequences to the batch, each with its first token, or, if it was preempted, with the pending
@@ -321,6 +328,8 @@ class Engine:
         """Release what finished sequences have."""
         for sequence in self._scheduler.leave():
             self._runner.drafters.leave(sequence.drafter, sequence.key)
+            if self._adaptive is not None:
+                self._adaptive.opening.lengths.answered(len(sequence.generated))
 
     def _cancel_all(self) -> None:
         """Cancel what an interrupted `generate` has left; otherwise it would stay unfinished."""

@@ -1,6 +1,7 @@
 """Engines that choose whether to draft, and engines that do not, on the same requests: tokens a second of each.
 
-Acceptance is simulated, so that outputs mean nothing, and every round is computed. Knows nothing of reports.
+They take turns of a few steps, so that other load on the machine affects all alike: it comes and goes within seconds.
+Where acceptance is simulated, outputs mean nothing, and every round is computed. Knows nothing of reports.
 """
 
 import time
@@ -8,17 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from eagle_train.inference import Engine, SimulatedAcceptance
+from eagle_train.inference import Sequence as Request
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import Verified
-from evals.bench.answering import rotated, serve
+from evals.bench.answering import rotated
 from evals.bench.requests import TimedRequest
 from evals.bench.session import Session
 
-LOADS = {"noise": 0, "half": 2, "good": 1}
-"""Each load's name, and of how many requests one has good drafts; 0: none has."""
+OWN = "own"
+LOADS = {"noise": 0, "half": 2, "good": 1, OWN: 1}
+"""Each load's name, and of how many requests one has good drafts; 0: none has. With OWN acceptance is the draft's."""
 PLAIN = "plain"
 DEPTH = 7  # of the longest chain of tree=auto
+STEPS = 8  # of an engine's turn
+_GOLDEN = (5**0.5 - 1) / 2  # multiples of it fill the numbers from 0 to 1 evenly, however many there are
 
 
 class OfGoodRequests(SimulatedAcceptance):
@@ -29,20 +36,28 @@ class OfGoodRequests(SimulatedAcceptance):
         return Verified(found.node * (inputs.seeds % 2), found.next_token)
 
 
-def seeded(batch: list[TimedRequest], one_in: int) -> list[TimedRequest]:
-    """The batch with seeds that are odd for one in so many requests, for none with 0."""
-    own = enumerate(batch)
-    return [
-        replace(each, params=replace(each.params, seed=2 * place + (one_in > 0 and place % one_in == 0)))
-        for place, each in own
-    ]
+def spread(batch: Sequence[TimedRequest], one_in: int) -> list[TimedRequest]:
+    """The batch with seeds that are odd for one in so many requests, for none with 0, and with answers of a quarter to
+    the whole of their length: where all end at once, prompts of those that follow are read together, which is cheaper
+    than in service."""
+    made = []
+    for place, each in enumerate(batch):
+        seed = 2 * place + (one_in > 0 and place % one_in == 0)
+        share = 0.25 + 0.75 * (place * _GOLDEN % 1)
+        most = max(2, round(share * each.params.max_tokens))
+        made.append(replace(each, params=replace(each.params, seed=seed, max_tokens=most)))
+    return made
 
 
 def rates(
-    session: Session[Any], choices: Mapping[str, Mapping[str, Any]], size: int, batches: Sequence[list[TimedRequest]]
+    session: Session[Any],
+    choices: Mapping[str, Mapping[str, Any]],
+    size: int,
+    load: str,
+    batches: Sequence[list[TimedRequest]],
 ) -> dict[str, list[float]]:
     """Tokens a second of each choice in each batch, the first `settle` of the session's config left out. `choices`: the
-    options of their engines, by name; PLAIN has no drafter."""
+    options of their engines, by name; PLAIN has no drafter. `load`: one of LOADS."""
     config = session.config
     longest = max(len(each.prompt) + each.params.max_tokens for batch in batches for each in batch)
     shares = [config.acceptance**depth for depth in range(1, DEPTH + 1)]
@@ -50,14 +65,34 @@ def rates(
     def engine(name: str, options: Mapping[str, Any]) -> Engine:
         drafter = None if name == PLAIN else session.drafter()
         # Plain decoding too: to simulate takes a part of every round.
-        acceptance = OfGoodRequests(shares)
+        acceptance = None if load == OWN else OfGoodRequests(shares)
         return session.engine(drafter, acceptance=acceptance, max_batch_size=size, longest=longest, **options)
 
     engines = {name: engine(name, options) for name, options in choices.items()}
     found: dict[str, list[float]] = {name: [] for name in engines}
     for count, batch in enumerate(batches):
-        for name in rotated(list(engines), count):
-            started = time.perf_counter()
-            tokens = sum(len(output.token_ids) for output in serve(engines[name], batch))
-            found[name].append(tokens / (time.perf_counter() - started))
+        own = {name: engines[name] for name in rotated(list(engines), count)}
+        for name, rate in raced(own, spread(batch, LOADS[load])).items():
+            found[name].append(rate)
     return {name: each[config.settle :] for name, each in found.items()}
+
+
+def raced(engines: Mapping[str, Engine], batch: Sequence[TimedRequest]) -> dict[str, float]:
+    """Tokens a second of each engine, from the arrival of the requests, all at once, to the last one's end. The engines
+    take turns of some steps in this order. What a GPU has still to do at the end of a turn belongs to it."""
+    took = dict.fromkeys(engines, 0.0)
+    added: dict[str, list[Request]] = {name: [] for name in engines}
+    going = list(engines)
+    while going:
+        for name in going:
+            engine, started = engines[name], time.perf_counter()
+            added[name] = added[name] or [engine.add(each.prompt, each.params) for each in batch]
+            for _ in range(STEPS):
+                if engine.has_unfinished:
+                    engine.step()
+            if engine.target.device.type == "cuda":
+                torch.cuda.synchronize(engine.target.device)
+            took[name] += time.perf_counter() - started
+        going = [name for name in going if engines[name].has_unfinished]
+    made = {name: [engine.output(each) for each in added[name]] for name, engine in engines.items()}
+    return {name: sum(len(output.token_ids) for output in outputs) / took[name] for name, outputs in made.items()}

@@ -10,6 +10,8 @@ from operator import mul
 _PRIOR = 0.7  # a draft is accepted so often where the one above it is, as long as nothing is known
 _MOST = 0.98  # what is believed of a draft, at most
 _TRUST = 12.0  # drafts that count as much as what is believed before
+_TRUST_OF_SEEN = 6.0  # drafts that count as much as what was seen before a doubt
+_FORGOTTEN = 1 / 8  # of the way back to the prior: how far a doubt moves what is believed
 
 
 class Acceptance:
@@ -22,6 +24,7 @@ class Acceptance:
     def __init__(self, memory: float, before: "Acceptance | None" = None):
         self._keep, self._before = 1 - 1 / memory, before
         self._rates: list[float] = []  # those of all requests, as long as they stand
+        self._doubted: list[float] = []  # what is believed since the last doubt, by depth
         self._accepted: list[float] = []
         self._tried: list[float] = []  # rounds that drafted so deep, and accepted what is above
 
@@ -46,7 +49,8 @@ class Acceptance:
             self._accepted[place] = self._accepted[place] * self._keep + (place < accepted)
 
     def doubt(self) -> None:
-        """Let what is seen next count for more."""
+        """Let what is seen next count for more. What was seen is still what is believed, almost."""
+        self._doubted = [rate + _FORGOTTEN * (_PRIOR - rate) for rate in self.rates(len(self._tried))]
         self._rates = []
         self._tried, self._accepted = ([x / 4 for x in counts] for counts in (self._tried, self._accepted))
 
@@ -57,14 +61,16 @@ class Acceptance:
         believed = self._before.rates(depth) if self._before else []
         rates: list[float] = []
         for place in range(depth):
-            before = rates[-1] if rates else _PRIOR
+            before, trust = rates[-1] if rates else _PRIOR, _TRUST
+            if place < len(self._doubted):
+                before, trust = self._doubted[place], _TRUST_OF_SEEN
             if believed:
                 # A request whose drafts are worse than others' at one depth has worse ones below it, but not as far.
                 own = rates[-1] / believed[place - 1] if rates else 1.0
                 before = min(_MOST, believed[place] * math.sqrt(own))
             seen = place < len(self._tried)
             hits, tried = (self._accepted[place], self._tried[place]) if seen else (0.0, 0.0)
-            rates.append((hits + _TRUST * before) / (tried + _TRUST))
+            rates.append((hits + trust * before) / (tried + trust))
         if not believed:
             self._rates = rates
         return rates[:]

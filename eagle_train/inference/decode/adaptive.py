@@ -1,7 +1,8 @@
 """Chooses each round's tree by what it is expected to bring: tokens over time, no speculation among the choices.
 
 Tokens by the acceptance of each request and of all (acceptance.py), time by a cost model (round_costs.py). A choice
-stands unless another is clearly better. Where drafts do not pay, they are tried again, ever less often. DESIGN 3.5.
+stands unless another is clearly better. Where drafts do not pay, they are tried again, ever less often, and new
+requests may have no drafters (opening.py). DESIGN 3.5.
 
 Knows nothing of tensors or of how trees are drafted.
 """
@@ -13,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from eagle_train.inference.decode.acceptance import Acceptance
 from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.opening import Opening, ReadSeconds
 from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.drafters.drafter import TreePlan
 
@@ -20,14 +22,13 @@ _CLEARLY_WORSE = 0.97  # of plain decoding's tokens a second: drafts are on thei
 _BETTER = 1.03  # a change takes time too
 _AS_GOOD = 0.97  # of the best drafts' tokens a second: the shallowest of those are taken
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
-_PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which one is plain, so that its time is known, and is known again
+_PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which some are plain, so that their time is known, and known again
 _EVERY = 4  # rounds after which a choice is thought over, or earlier with another number of rows: thinking takes time
-_TRY = _EVERY  # rounds of a trial
-_PROBE_FIRST, _PROBE_EVERY = 16, 128  # rounds after which a plan that may be the best is timed; between: doubled
-_PROBE = _EVERY  # rounds that it is timed
+_TRY, _LONGEST_TRIAL = _EVERY, 32  # rounds of a trial, and of one that goes well
+_PROBE_FIRST, _PROBE_EVERY = 16, 256  # rounds after which a plan that may be the best is timed; between: doubled
+_PROBE = _EVERY  # rounds that it has
 _MAY = 2.0  # standard deviations of a plan's time, by the current one's: so far may it be off
 _CLOSES = 48  # plain rounds in a row, after which requests lose their drafters
-_OPEN_ONE_IN = 8  # while closed, so many new requests have no drafter for each that has one
 _OF_REQUEST, _OF_ALL = 96, 600  # rounds that acceptance remembers
 _FADES, _RISES = 0.99, 1.05  # what hope is multiplied by in a round
 _KNOWN = 8  # rounds after which a request's acceptance is known well enough to be compared
@@ -48,21 +49,27 @@ class Told(NamedTuple):
     accepted: int
 
 
+def _nothing(tokens: float) -> float:
+    return 0.0
+
+
 class Adaptive:
     """The choice for an engine, with what it learns. Ranks of one target choose the same, as their costs agree."""
 
-    def __init__(self, dispatcher: Dispatcher, plain: TreePlan, costs: RoundCosts, rows: int):
-        """`plain`: the plan without drafts. `rows`: of a full batch."""
+    def __init__(self, dispatcher: Dispatcher, plain: TreePlan, costs: RoundCosts, read: ReadSeconds = _nothing):
+        """`plain`: the plan without drafts. `read`: what the drafter takes to read a prompt."""
         self._dispatcher, self._plain, self._costs = dispatcher, plain, costs
-        self._rows, self._all = rows, Acceptance(_OF_ALL)
+        self._all, self.opening = Acceptance(_OF_ALL), Opening(self._token_seconds, read)
         self._variance = 0.0  # of acceptance at depth 1, over requests
         self._hope = 1.0  # how far new requests are believed to be good ones
         self._current = self._next = plain  # _current: the plan in use, but for those that are only timed
         self._trial, self._retry_after = 0, _FIRST_RETRY  # _trial: rounds of it that are left
+        self._is_trial = False  # whether the last round was one of a trial
+        self._tried = self._gained = 0  # in its rounds: tokens of plain decoding, and how many more there were
         self._idle = _FIRST_RETRY  # rounds since the last one with drafts: the first are a trial
         self._unpaid = 0  # rounds since drafts were last expected to pay
         self._pays = True  # or nearly
-        self._admitted = self._chosen = self._thought = 0  # _thought: when the choice was last thought over
+        self._chosen = self._thought = 0  # _thought: when the choice was last thought over
         self._considered = -1  # rows of that time
         self._probed, self._probe, self._probe_at = plain, 0, _PROBE_FIRST  # _probe: rounds that are left of timing it
 
@@ -71,20 +78,23 @@ class Adaptive:
         """Whether drafts have not paid for long."""
         return self._unpaid >= _CLOSES
 
-    def opens(self) -> bool:
-        """Whether a new request is to have its drafter: a drafter that does not pay costs its part of the prefill."""
-        self._admitted += 1
-        if not self.is_closed:
-            return True
-        # As many together as a batch has rows: one that drafts alone would not pay.
-        return self._would_pay() or self._admitted // self._rows % (1 + _OPEN_ONE_IN) == 0
+    def opens(self, most: int, rows: int) -> bool:
+        """Whether a new request is to have its drafter, which costs its part of the prefill. `most`: tokens that it may
+        write; `rows`: requests that decode with it, itself included."""
+        return self.opening.opens(most, rows, self._is_retry_due)
 
-    def _would_pay(self) -> bool:
-        """Whether drafts would pay if all rows of a full batch had them, by what all requests accepted."""
-        plans = self._plans(self._rows)
-        tokens = self._promised(plans, [self._all] * self._rows, self._rows)
-        plain = self._rows / self._costs.seconds(self._plain, self._rows)
-        return any(tokens[plan.tree.max_depth] / self._costs.seconds(plan, self._rows) > plain for plan in plans)
+    def _token_seconds(self, rows: int) -> tuple[float, float]:
+        """Seconds that a token takes the engine without drafts, and if all rows have them, by what all requests
+        accepted, and by the hope that a new one is a good one."""
+        plans, new = self._plans(rows), [self.new()]
+        tokens = self._promised(plans, [self._all] * rows, rows)
+        drafted = [
+            self._costs.seconds(plan, rows) / (tokens[depth] + self._hope * self._hoped(depth, new))
+            for plan in plans
+            for depth in [plan.tree.max_depth]
+        ]
+        plain = self._costs.seconds(self._plain, rows) / rows
+        return plain, min(drafted, default=plain)
 
     def new(self) -> Acceptance:
         """What a new request is believed to accept."""
@@ -95,7 +105,8 @@ class Adaptive:
         if self._is_due(len(rows)):
             self._think(rows)
         self._chosen += 1
-        if self._chosen % _PLAIN_EVERY in (_PLAIN_FIRST, _PLAIN_FIRST + 1):
+        self.opening.decoded(len(rows))
+        if _PLAIN_FIRST <= self._chosen % _PLAIN_EVERY < _PLAIN_FIRST + _PROBE:
             return self._plain
         return self._taken(self._next)
 
@@ -152,10 +163,14 @@ class Adaptive:
     def observe(self, plan: TreePlan, told: list[Told], rows: int, seconds: float | None) -> bool:
         """A round has ended; `seconds`: None where it is not known how long it took. Returns whether its rows lose
         their drafters, as they do not pay."""
+        is_mixed = plan is not self._plain and any(each.row.drafter is None for each in told)
         if seconds is None:
             self._costs.unsettle()
-        else:
+        elif not is_mixed:  # rows without drafts are not drafted for
             self._costs.observe(plan, rows, seconds)
+        if self._is_trial and plan is not self._plain:
+            self._tried += len(told)
+            self._gained += sum(each.accepted for each in told)
         for row, depth, accepted in told:
             if depth > 0 and row.acceptance is not None:
                 row.acceptance.add(depth, accepted)
@@ -179,7 +194,7 @@ class Adaptive:
         if (probed := self._tried_out(plans, rates, rows)) is not None:
             return probed
         self._pays = max(rates[1:], default=0.0) > _CLEARLY_WORSE * rates[0]
-        if self._tries() and len(plans) > 1:
+        if self._tries(len(drafting), rows) and len(plans) > 1:
             return best or max(range(1, len(plans)), key=rates.__getitem__)
         stays = plans.index(self._current) if self._current in plans else best
         return best if rates[best] > _BETTER * rates[stays] else stays
@@ -203,12 +218,25 @@ class Adaptive:
             self._probed, self._probe = plans[place], _PROBE if most[place] >= max(rates) else 0
         return plans.index(self._probed) if self._probe > 0 and self._probed in plans else None
 
-    def _tries(self) -> bool:
-        """Whether drafts are tried though they did not seem to pay."""
-        if self._trial == 0 and self._idle >= self._retry_after:
-            self._trial, self._retry_after = _TRY, min(2 * self._retry_after, _LAST_RETRY)
-            self._all.doubt()
+    @property
+    def _is_retry_due(self) -> bool:
+        return self._idle >= self._retry_after
+
+    def _tries(self, drafting: int, rows: int) -> bool:
+        """Whether drafts are tried though they did not seem to pay. A trial that pays goes on, until they seem to."""
+        if self._trial == 0:
+            if self._is_trial and self._went_well(rows):
+                self._trial = _TRY
+            elif self._is_retry_due and 2 * drafting >= rows:  # one that drafts among many would not pay
+                self._trial, self._retry_after = _TRY, min(2 * self._retry_after, _LAST_RETRY)
+                self._tried = self._gained = 0
+                self._all.doubt()
         return self._trial > 0
+
+    def _went_well(self, rows: int) -> bool:
+        """Whether the trial so far paid, and is not a long one."""
+        costs = self._costs.seconds(self._current, rows) / self._costs.seconds(self._plain, rows)
+        return self._tried < _LONGEST_TRIAL * rows and self._tried + self._gained > costs * self._tried
 
     def _taken(self, plan: TreePlan) -> TreePlan:
         """Notes the choice."""
@@ -219,6 +247,6 @@ class Adaptive:
         if self._probe > 0:
             self._probe -= 1
             return plan
-        self._trial = max(0, self._trial - 1)
+        self._is_trial, self._trial = self._trial > 0, max(0, self._trial - 1)
         self._current = plan
         return plan

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from eagle_train.inference.cache.block_pool import SCRATCH, blocks_for
+from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.adaptive import Adaptive
 from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.recording import empty_round
@@ -18,6 +20,8 @@ from eagle_train.inference.decode.tree import Tree, chain
 from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.inference.drafters.drafters import Proposed
 from eagle_train.inference.runner import Runner
+
+_SHORT, _LONG, _TIMES = 16, 256, 3  # tokens of prompts that are read for their times, and how often
 
 
 @torch.inference_mode()
@@ -39,7 +43,30 @@ def calibrated(runner: Runner, dispatcher: Dispatcher) -> Adaptive:
         return time.perf_counter() - started
 
     costs = RoundCosts([plain, *plans], sizes, seconds, runner.ranks)
-    return Adaptive(dispatcher, plain, costs, most)
+    short, long = (found / 1e9 for found in runner.ranks.least_of_hosts(_prefill_times(runner)))
+    slope = max(0.0, long - short) / (_LONG - _SHORT)
+    return Adaptive(dispatcher, plain, costs, lambda tokens: short + slope * (tokens - _SHORT) if tokens > 0 else 0.0)
+
+
+def _prefill_times(runner: Runner) -> list[int]:
+    """Nanoseconds that the default drafter takes to read prompts of _SHORT and of _LONG tokens, each alone, as they
+    come where requests take the places of others. Drafters that read texts are not asked."""
+    seat, device = runner.drafters.seat(None), runner.target.device
+    if runner.drafters.reads_texts(seat):
+        return [0, 0]
+
+    def once(length: int) -> float:
+        prefix = Prefix.of([0], [[SCRATCH] * blocks_for(length)], device)
+        tokens = torch.zeros(1, length, dtype=torch.long, device=device)
+        positions = torch.arange(length, device=device).unsqueeze(0)
+        hidden = torch.zeros(1, length, runner.width, dtype=runner.target.dtype, device=device)
+        started = time.perf_counter()
+        runner.drafters.prefill(prefix, tokens, positions, hidden, None, [seat])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    return [round(1e9 * min(once(length) for _ in range(_TIMES))) for length in (_SHORT, _LONG)]
 
 
 def _run(runner: Runner, inputs: RoundInputs) -> None:

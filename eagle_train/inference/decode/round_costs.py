@@ -15,10 +15,10 @@ from eagle_train.inference.parallel.tensor_parallel import Ranks
 # Standard deviations of the logarithm of a time.
 _NOISE = 0.03  # of a round, about what is expected
 _UNKNOWN = 0.5  # of all plans, before the first round of a batch size
-_AT_THE_START = 0.1  # of a plan, as it was timed at the start
-_DRIFT, _OWN_DRIFT = 0.01, 0.0003  # in a round: of all plans, with contexts and other load, and of each plan
+_AT_THE_START = 0.05  # of a plan, as it was timed at the start
+_DRIFT, _OWN_DRIFT = 0.03, 0.001  # in a round: of all plans, with contexts and other load, and of each plan
 _UNSETTLED = 0.05  # of all plans, when other requests are in the batch: their contexts differ
-_AT_ONCE = 4  # rounds
+_AT_ONCE, _MOST_AT_ONCE = 4, 32  # rounds, the first ones of a plan, and later ones
 _OUTLIER = 3.0  # standard deviations: beyond, something else took the time
 _TURNS, _IN_A_ROW = 2, 3
 
@@ -48,6 +48,7 @@ class RoundCosts:
         self._factors = {size: _Factors(len(plans)) for size in sizes}
         self._rows, self._plan = 0, plans[0]  # of the last rounds, whose times wait
         self._times: list[float] = []
+        self._at_once = _AT_ONCE
 
     def seconds(self, plan: TreePlan, rows: int) -> float:
         """What a round is expected to take."""
@@ -60,15 +61,20 @@ class RoundCosts:
         return self._factors[self._size(rows)].doubt(self._places[plan], self._places[other])
 
     def observe(self, plan: TreePlan, rows: int, seconds: float) -> None:
-        """A round took so long. What follows is worked out for some rounds of a plan at once: it takes time too."""
-        if rows != self._rows or plan is not self._plan:
+        """A round took so long. What follows is worked out for some rounds of a plan at once: it takes time too. The
+        longer a plan goes on, the more. The first one behind another plan's does not count, as at the start."""
+        is_first = plan is not self._plan
+        if rows != self._rows or is_first:
             self._note()
             if rows != self._rows:
                 self._factors[self._size(rows)].unsettle()
-            self._rows, self._plan = rows, plan
+            self._rows, self._plan, self._at_once = rows, plan, _AT_ONCE
+        if is_first:
+            return
         self._times.append(seconds)
-        if len(self._times) == _AT_ONCE:
+        if len(self._times) == self._at_once:
             self._note()
+            self._at_once = min(2 * self._at_once, _MOST_AT_ONCE)
 
     def unsettle(self) -> None:
         """Other requests are in the batch than in the round before."""

@@ -5,6 +5,7 @@ Knows nothing of tensors or models.
 
 from bisect import bisect
 from collections import deque
+from collections.abc import Callable
 
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.prefix_cache import PrefixCache
@@ -36,13 +37,15 @@ class Scheduler:
         """All sequences."""
         return [*self.active, *self.prefilling, *self.waiting]
 
-    def admit(self) -> None:
+    def admit(self, on_turn: Callable[[Sequence], None] = lambda sequence: None) -> None:
         """Let sequences begin to prefill, while there are rows, and blocks for their known tokens and a round.
 
         A block for each sequence admitted before is left free; otherwise the new one would soon be preempted again.
+        `on_turn`: called with each for which there is a row, before its blocks are looked for.
         """
         while self.waiting and (admitted := len(self.active) + len(self.prefilling)) < self.rows:
             sequence = self.waiting[0]
+            on_turn(sequence)
             slots = sequence.num_known + self.ahead
             in_use = 0 if self.prefixes is None else sum(map(self.pool.is_used, self.prefixes.cached_blocks(sequence)))
             if blocks_for(slots) - in_use + admitted > self.pool.available:

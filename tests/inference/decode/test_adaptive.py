@@ -36,7 +36,9 @@ class Machine:
     growth: float = 0.0  # of the time, over the run: contexts grow
     jitter: float = 0.1
     skew: dict[int, float] = field(default_factory=dict)  # by depth: how far off times at the start are
+    others: float = 0.0  # what other programs add to all times, while they run
     random: Random = field(default_factory=lambda: Random(0))
+    are_there: bool = False
 
     def mean(self, plan: TreePlan, rows: int) -> float:
         tree = plan.tree
@@ -44,6 +46,8 @@ class Machine:
 
     def once(self, plan: TreePlan, rows: int, done: float = 0.0) -> float:
         slow = 3.0 if self.random.random() < 0.01 else 1.0  # something else ran
+        self.are_there ^= self.random.random() < 0.01  # they come and go, every hundred rounds
+        slow *= 1 + self.others * self.are_there
         return self.mean(plan, rows) * (1 + self.growth * done) * slow * (1 + self.jitter * self.random.random())
 
     def at_the_start(self, plan: TreePlan, rows: int) -> float:
@@ -76,10 +80,10 @@ def run(machine: Machine, alphas: list[float], lengths: tuple[int, ...] = LENGTH
     others like them follow."""
     dispatcher = Dispatcher(AutoTree(lengths))
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1, 2, 4, 8, 16], machine.at_the_start)
-    adaptive = Adaptive(dispatcher, PLAIN, costs, len(alphas))
+    adaptive = Adaptive(dispatcher, PLAIN, costs)
 
     def arrives(alpha: float) -> Request:
-        return Request(alpha, "one" if adaptive.opens() else None, adaptive.new())
+        return Request(alpha, "one" if adaptive.opens(200, len(alphas)) else None, adaptive.new())
 
     rows, tokens, took = [arrives(alpha) for alpha in alphas], 0, 0.0
     for place in range(rounds):
@@ -124,7 +128,7 @@ def test_what_becomes_better_is_found_and_what_becomes_worse_is_left():
     machine = Machine(0.5, 1.0)
     dispatcher = Dispatcher("chain3")
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], machine.once)
-    adaptive, row, drafted = Adaptive(dispatcher, PLAIN, costs, 1), Request(0.0), []
+    adaptive, row, drafted = Adaptive(dispatcher, PLAIN, costs), Request(0.0), []
     row.acceptance = adaptive.new()
     for alpha, rounds in ((0.0, 3000), (0.95, 6000), (0.0, 3000)):
         for _ in range(rounds):
@@ -144,7 +148,7 @@ def test_that_a_request_may_be_a_good_one_makes_no_draft_deeper():
     dispatcher = Dispatcher(AutoTree((1, 2)))
     plans = [PLAIN, *dispatcher.choices(1)]
     costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive = Adaptive(dispatcher, PLAIN, costs, 1)
+    adaptive = Adaptive(dispatcher, PLAIN, costs)
     for number in range(200):
         row = Request(0.0, acceptance=adaptive.new())
         for _ in range(10):
@@ -172,7 +176,7 @@ def test_of_drafts_that_are_as_good_the_shallowest_are_taken(better, depth):
     first, both = Acceptance(100).shares(2)
     times = {0: 1.5, 1: 1 + first, 2: (1 + first + both) / better}
     costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive = Adaptive(dispatcher, PLAIN, costs, 1)
+    adaptive = Adaptive(dispatcher, PLAIN, costs)
     row.acceptance = adaptive.new()
     assert adaptive.choose([row]).tree.max_depth == depth
 
@@ -189,14 +193,14 @@ def test_what_counts_is_how_long_requests_take():
     tokens = [sum(1 + sum(row.acceptance.shares(depth)) for row in rows) for depth in (0, 1, 2)]
     times = [1.0, 1.1, 1.1 * tokens[2] / tokens[1] / 1.04]
     costs = RoundCosts(plans, [2], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive = Adaptive(dispatcher, PLAIN, costs, 2)
+    adaptive = Adaptive(dispatcher, PLAIN, costs)
     assert {adaptive.choose(rows).tree.max_depth for _ in range(16)} == {1}
 
 
 def test_a_choice_is_thought_over_every_fourth_round_and_with_another_number_of_rows(monkeypatch):
     dispatcher, asked = Dispatcher(AutoTree((1, 2))), []
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], Machine(0.5, 1.0).once)
-    adaptive = Adaptive(dispatcher, PLAIN, costs, 4)
+    adaptive = Adaptive(dispatcher, PLAIN, costs)
     rows = [Request(0.5, acceptance=adaptive.new()) for _ in range(4)]
     monkeypatch.setattr(dispatcher, "choices", lambda rows, own=dispatcher.choices: asked.append(rows) or own(rows))
     for _ in range(40):
@@ -213,7 +217,7 @@ def test_a_plan_that_is_only_timed_does_not_stay():
     plans = [PLAIN, *dispatcher.choices(1)]
     times = {0: 1.8, 1: 2.0, 2: 3.0 * 1.01}
     costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive, depths = Adaptive(dispatcher, PLAIN, costs, 1), []
+    adaptive, depths = Adaptive(dispatcher, PLAIN, costs), []
     row.acceptance = adaptive.new()
     for _ in range(1500):
         plan = adaptive.choose([row])
@@ -283,7 +287,8 @@ def test_costs_are_interpolated_and_corrected():
     assert costs.seconds(plans[1], 6) == pytest.approx(machine.mean(plans[1], 6))
     for _ in range(100):
         for plan, times in zip(plans, (2.0, 3.0), strict=True):
-            costs.observe(plan, 4, times * machine.mean(plan, 4))
+            for _ in range(5):
+                costs.observe(plan, 4, times * machine.mean(plan, 4))
     for plan, times in zip(plans, (2.0, 3.0), strict=True):
         assert costs.seconds(plan, 4) == pytest.approx(times * machine.mean(plan, 4), rel=0.05)
     assert costs.seconds(plans[0], 8) > 1.5 * machine.mean(plans[0], 8)  # other sizes grow alike
