@@ -117,6 +117,13 @@ def test_times_that_were_wrong_at_the_start_are_found_out(skew, seed):
     assert run(Machine(0.1, 1.5, skew=skew, random=Random(seed)), [0.7], rounds=20_000) > 0.97
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("machine", "rows"), [((1.2, 0.3), 8), ((0.5, 2.0), 1)], ids=str)
+def test_other_programs_make_no_plan_look_dear(machine, rows, seed):
+    """They come and go, and add a third to all times."""
+    assert run(Machine(*machine, others=0.35, random=Random(seed)), [0.8] * rows, rounds=3000) > 0.95
+
+
 @pytest.mark.parametrize("machine", [(0.02, 0.3), (0.5, 1.0), (2.0, 0.1)], ids=str)
 @pytest.mark.parametrize("alphas", [[0.0] * 8, [0.9, 0.0] * 4], ids=["noise", "half"])
 def test_a_gate_costs_at_most_2_percent(alphas, machine):
@@ -140,6 +147,74 @@ def test_what_becomes_better_is_found_and_what_becomes_worse_is_left():
     assert share[0] < 0.02
     assert share[1] > 0.98
     assert share[2] < 0.02
+
+
+def trial_of(hits: int) -> list[int]:
+    """Depths of the rounds that follow when drafts are tried again, and 1 in 4 is accepted; `hits`: of each four."""
+    dispatcher, row = Dispatcher("chain1"), Request(0.0)
+    plans = [PLAIN, *dispatcher.choices(1)]
+    costs = RoundCosts(plans, [1], lambda plan, rows: 1.0 + 0.4 * plan.tree.max_depth)
+    adaptive, depths = Adaptive(dispatcher, PLAIN, costs), []
+    for _ in range(40):  # long known not to be accepted
+        adaptive._all.add(1, 0)
+    row.acceptance = adaptive.new()
+    adaptive._idle = 0
+    for _ in range(200):
+        plan = adaptive.choose([row])
+        depth = plan.tree.max_depth
+        depths.append(depth)
+        drafted = sum(depths)
+        adaptive.observe(plan, [Told(row, depth, int(depth > 0 and drafted % 4 < hits))], 1, 1.0 + 0.4 * depth)
+    return depths
+
+
+def test_a_trial_that_goes_well_goes_on():
+    """Of 4 rounds; one that is worth its time has more, until drafts are believed to pay."""
+    assert sum(trial_of(0)) == 4
+    assert sum(trial_of(3)) > 40
+
+
+def test_rounds_of_batches_that_draft_in_part_tell_nothing_of_times():
+    dispatcher = Dispatcher("chain1")
+    plans = [PLAIN, *dispatcher.choices(1)]
+    costs = RoundCosts(plans, [2], lambda plan, rows: 1.0 + plan.tree.max_depth)
+    adaptive = Adaptive(dispatcher, PLAIN, costs)
+    rows = [Request(0.0, name, adaptive.new()) for name in ("one", None)]
+    for _ in range(64):
+        adaptive.observe(plans[1], [Told(row, int(row.drafter is not None), 0) for row in rows], 2, 1.1)
+    assert costs.seconds(plans[1], 2) == 2.0
+    rows[1].drafter = "one"
+    for _ in range(64):
+        adaptive.observe(plans[1], [Told(row, 1, 0) for row in rows], 2, 1.1)
+    assert costs.seconds(plans[1], 2) == pytest.approx(1.1, rel=0.1)
+
+
+def test_the_first_round_behind_another_plans_tells_nothing_of_times():
+    """It takes longer, whatever its plan: the drafter reads what was decoded without it."""
+    plans = [PLAIN, TreePlan(chain(1))]
+    costs = RoundCosts(plans, [1], lambda plan, rows: 1.0 + plan.tree.max_depth)
+    for _ in range(50):
+        for plan, rounds in zip(plans, (8, 4), strict=True):
+            for place in range(rounds):
+                costs.observe(plan, 1, (1.0 + plan.tree.max_depth) * (1.0 if place else 3.0))
+    assert [costs.seconds(plan, 1) for plan in plans] == pytest.approx([1.0, 2.0], rel=0.01)
+
+
+def test_what_was_seen_before_a_doubt_is_believed_and_what_comes_counts_for_more():
+    seen = Acceptance(600)
+    for _ in range(100):
+        seen.add(1, 0)
+    before = seen.rates(1)[0]
+    seen.doubt()
+    assert seen.rates(1)[0] == pytest.approx(before, abs=0.1)
+    for _ in range(12):
+        seen.add(1, 1)
+    assert seen.rates(1)[0] > 0.25
+    for _ in range(3):  # nothing new is seen: the prior does not come back
+        seen.doubt()
+        for _ in range(4):
+            seen.add(1, 0)
+    assert seen.rates(1)[0] < 0.25
 
 
 def test_that_a_request_may_be_a_good_one_makes_no_draft_deeper():
