@@ -117,13 +117,6 @@ def test_times_that_were_wrong_at_the_start_are_found_out(skew, seed):
     assert run(Machine(0.1, 1.5, skew=skew, random=Random(seed)), [0.7], rounds=20_000) > 0.97
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("machine", "rows"), [((1.2, 0.3), 8), ((0.5, 2.0), 1)], ids=str)
-def test_other_programs_make_no_plan_look_dear(machine, rows, seed):
-    """They come and go, and add a third to all times."""
-    assert run(Machine(*machine, others=0.35, random=Random(seed)), [0.8] * rows, rounds=3000) > 0.95
-
-
 @pytest.mark.parametrize("machine", [(0.02, 0.3), (0.5, 1.0), (2.0, 0.1)], ids=str)
 @pytest.mark.parametrize("alphas", [[0.0] * 8, [0.9, 0.0] * 4], ids=["noise", "half"])
 def test_a_gate_costs_at_most_2_percent(alphas, machine):
@@ -189,12 +182,35 @@ def test_rounds_of_batches_that_draft_in_part_tell_nothing_of_times():
     assert costs.seconds(plans[1], 2) == pytest.approx(1.1, rel=0.1)
 
 
+def test_that_all_becomes_slower_is_not_held_against_the_plan_in_use():
+    """Other programs come and add a third to all times, while rounds of one plan alone are seen."""
+    plans = [PLAIN, TreePlan(chain(3))]
+    costs = RoundCosts(plans, [1], lambda plan, rows: 1.0 + plan.tree.max_depth)
+    for place in range(80):
+        costs.observe(plans[1], 1, 4.0 * (1.0 if place < 40 else 1.35))
+    assert costs.seconds(plans[1], 1) == pytest.approx(4.0 * 1.35, rel=0.02)
+    assert costs.seconds(PLAIN, 1) == pytest.approx(1.35, rel=0.04)
+
+
+@pytest.mark.parametrize("others", [0.0, 0.35])
+def test_choices_are_good_ones_while_other_programs_come_and_go(others):
+    """On average over machines and drafts, and none is a bad one."""
+    cases = [((0.02, 3.0), 1, 0.6), ((1.2, 0.3), 8, 0.8), ((0.5, 2.0), 1, 0.8), ((0.5, 0.3), 8, 0.0)]
+    found = [
+        run(Machine(*machine, others=others, random=Random(seed)), [alpha] * rows, rounds=2000)
+        for machine, rows, alpha in cases
+        for seed in range(3)
+    ]
+    assert sum(found) / len(found) > 0.985
+    assert min(found) > 0.93
+
+
 def test_the_first_round_behind_another_plans_tells_nothing_of_times():
     """It takes longer, whatever its plan: the drafter reads what was decoded without it."""
     plans = [PLAIN, TreePlan(chain(1))]
     costs = RoundCosts(plans, [1], lambda plan, rows: 1.0 + plan.tree.max_depth)
     for _ in range(50):
-        for plan, rounds in zip(plans, (8, 4), strict=True):
+        for plan, rounds in zip(plans, (8, 2), strict=True):
             for place in range(rounds):
                 costs.observe(plan, 1, (1.0 + plan.tree.max_depth) * (1.0 if place else 3.0))
     assert [costs.seconds(plan, 1) for plan in plans] == pytest.approx([1.0, 2.0], rel=0.01)
