@@ -6,7 +6,7 @@ import pytest
 
 from eagle_train.inference import Engine, SamplingParams
 from evals import gating
-from evals.bench.choosing import LOADS, OfGoodRequests, seeded
+from evals.bench.choosing import LOADS, STEPS, OfGoodRequests, raced, spread
 from evals.bench.requests import TimedRequest
 from evals.gating import compared
 from tests.support.command_line import call
@@ -20,10 +20,40 @@ def home(tmp_path_factory):
 
 
 def test_each_loads_good_requests():
-    batch = [TimedRequest(None, [1], SamplingParams()) for _ in range(5)]
-    good = {load: [each.params.seed % 2 for each in seeded(batch, LOADS[load])] for load in LOADS}
-    assert good == {"noise": [0] * 5, "half": [1, 0, 1, 0, 1], "good": [1] * 5}
-    assert len({each.params.seed for each in seeded(batch, 2)}) == 5
+    batch = [TimedRequest(None, [1], SamplingParams(max_tokens=100)) for _ in range(5)]
+    good = {load: [each.params.seed % 2 for each in spread(batch, LOADS[load])] for load in LOADS}
+    assert good == {"noise": [0] * 5, "half": [1, 0, 1, 0, 1], "good": [1] * 5, "own": [1] * 5}
+    assert len({each.params.seed for each in spread(batch, 2)}) == 5
+
+
+def test_answers_end_at_different_times():
+    batch = [TimedRequest(None, [1], SamplingParams(max_tokens=80)) for _ in range(40)]
+    lengths = sorted(each.params.max_tokens for each in spread(batch, 1))
+    assert lengths == pytest.approx([20 + 1.5 * place for place in range(40)], abs=3)
+    assert spread([TimedRequest(None, [1], SamplingParams(max_tokens=2))], 1)[0].params.max_tokens == 2
+
+
+def test_engines_take_turns_of_some_steps(monkeypatch):
+    """All are counted from their requests' arrival to their last step, and for their own steps alone."""
+    target, stepped, now = shared_target("llama"), [], [0.0]
+    acceptance = OfGoodRequests([1.0] * 3)
+    engines = {
+        "plain": Engine(target, acceptance=acceptance),
+        "chain3": Engine(target, tiny_draft(target), "chain3", acceptance=acceptance),
+    }
+    own, seconds = Engine.step, {"plain": 2.0, "chain3": 5.0}
+
+    def step(self):
+        stepped.append(next(name for name, engine in engines.items() if engine is self))
+        now[0] += seconds[stepped[-1]]
+        return own(self)
+
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr("evals.bench.choosing.time.perf_counter", lambda: now[0])
+    found = raced(engines, [TimedRequest(None, [1, 2], SamplingParams(max_tokens=41, ignore_eos=True, seed=1))])
+    assert stepped[: 3 * STEPS] == [*["plain"] * STEPS, *["chain3"] * STEPS, *["plain"] * STEPS]
+    assert (stepped.count("plain"), stepped.count("chain3")) == (41, 11)  # the first step prefills
+    assert found == {"plain": 41 / (41 * 2.0), "chain3": 41 / (11 * 5.0)}
 
 
 class Config:
