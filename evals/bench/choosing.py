@@ -1,6 +1,6 @@
 """Engines that choose whether to draft, and engines that do not, on the same requests: tokens a second of each.
 
-They take turns of a few steps, so that other load on the machine affects all alike: it comes and goes within seconds.
+They take turns of a few rounds, so that other load on the machine affects all alike: it comes and goes within seconds.
 Where acceptance is simulated, outputs mean nothing, and every round is computed. Knows nothing of reports.
 """
 
@@ -24,7 +24,7 @@ LOADS = {"noise": 0, "half": 2, "good": 1, OWN: 1}
 """Each load's name, and of how many requests one has good drafts; 0: none has. With OWN acceptance is the draft's."""
 PLAIN = "plain"
 DEPTH = 7  # of the longest chain of tree=auto
-STEPS = 8  # of an engine's turn
+ROUNDS = 8  # plain ones, as whose tokens an engine's turn has
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it fill the numbers from 0 to 1 evenly, however many there are
 
 
@@ -79,17 +79,18 @@ def rates(
 
 def raced(engines: Mapping[str, Engine], batch: Sequence[TimedRequest]) -> dict[str, float]:
     """Tokens a second of each engine, from the arrival of the requests, all at once, to the last one's end. The engines
-    take turns of some steps in this order. What a GPU has still to do at the end of a turn belongs to it."""
+    take turns in this order, of as many tokens as some plain rounds of a full batch have, so that they end together.
+    What a GPU has still to do at the end of a turn belongs to it."""
     took = dict.fromkeys(engines, 0.0)
     added: dict[str, list[Request]] = {name: [] for name in engines}
-    going = list(engines)
+    going, quota = list(engines), 0
     while going:
+        quota += ROUNDS * min(len(batch), *(engine.config.max_batch_size for engine in engines.values()))
         for name in going:
             engine, started = engines[name], time.perf_counter()
             added[name] = added[name] or [engine.add(each.prompt, each.params) for each in batch]
-            for _ in range(STEPS):
-                if engine.has_unfinished:
-                    engine.step()
+            while engine.has_unfinished and sum(len(each.generated) for each in added[name]) < quota:
+                engine.step()
             if engine.target.device.type == "cuda":
                 torch.cuda.synchronize(engine.target.device)
             took[name] += time.perf_counter() - started

@@ -6,7 +6,7 @@ import pytest
 
 from eagle_train.inference import Engine, SamplingParams
 from evals import gating
-from evals.bench.choosing import LOADS, STEPS, OfGoodRequests, raced, spread
+from evals.bench.choosing import LOADS, ROUNDS, OfGoodRequests, raced, spread
 from evals.bench.requests import TimedRequest
 from evals.gating import compared
 from tests.support.command_line import call
@@ -33,7 +33,7 @@ def test_answers_end_at_different_times():
     assert spread([TimedRequest(None, [1], SamplingParams(max_tokens=2))], 1)[0].params.max_tokens == 2
 
 
-def test_engines_take_turns_of_some_steps(monkeypatch):
+def test_engines_take_turns_of_some_rounds(monkeypatch):
     """All are counted from their requests' arrival to their last step, and for their own steps alone."""
     target, stepped, now = shared_target("llama"), [], [0.0]
     acceptance = OfGoodRequests([1.0] * 3)
@@ -51,8 +51,9 @@ def test_engines_take_turns_of_some_steps(monkeypatch):
     monkeypatch.setattr(Engine, "step", step)
     monkeypatch.setattr("evals.bench.choosing.time.perf_counter", lambda: now[0])
     found = raced(engines, [TimedRequest(None, [1, 2], SamplingParams(max_tokens=41, ignore_eos=True, seed=1))])
-    assert stepped[: 3 * STEPS] == [*["plain"] * STEPS, *["chain3"] * STEPS, *["plain"] * STEPS]
-    assert (stepped.count("plain"), stepped.count("chain3")) == (41, 11)  # the first step prefills
+    # The first step prefills, and samples a token; then a round has four with drafts.
+    assert stepped[:14] == [*["plain"] * ROUNDS, *["chain3"] * 3, *["plain"] * 3]
+    assert (stepped.count("plain"), stepped.count("chain3")) == (41, 11)
     assert found == {"plain": 41 / (41 * 2.0), "chain3": 41 / (11 * 5.0)}
 
 
