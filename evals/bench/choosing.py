@@ -43,7 +43,7 @@ def spread(batch: Sequence[TimedRequest], one_in: int) -> list[TimedRequest]:
     made = []
     for place, each in enumerate(batch):
         seed = 2 * place + (one_in > 0 and place % one_in == 0)
-        share = 0.25 + 0.75 * (place * _GOLDEN % 1)
+        share = 0.25 + 0.75 * (place // 2 * _GOLDEN % 1)  # one with good drafts, and one without
         most = max(2, round(share * each.params.max_tokens))
         made.append(replace(each, params=replace(each.params, seed=seed, max_tokens=most)))
     return made

@@ -14,7 +14,7 @@ _KEPT, _RARE = (
 )  # what is kept of how often they came, in a round; the share of those that are left out
 _LEAST, _MUCH = 0.01, 0.03  # share of plain decoding's time that drafts must save to stay, and to come back
 _LOSS = 0.005  # share of plain decoding's time that trying again may take,
-_FIRST_GAP, _LAST_GAP = 8, 64  # and batches of requests without drafters that pass before, at least and at most
+_FIRST_GAP, _LAST_GAP = 8, 16  # and batches of requests without drafters that pass before, at least and at most
 _REQUESTS = 64  # that lengths remember
 
 TokenSeconds = Callable[[int], tuple[float, float]]

@@ -56,7 +56,7 @@ def test_what_is_saved_is_that_of_the_batch_sizes_that_come():
         assert opened(opening, 1, rows=4) == [pays]
 
 
-@pytest.mark.parametrize(("drafted", "gap"), [(1.02, 8), (1.1, 20), (3.0, 64)])
+@pytest.mark.parametrize(("drafted", "gap"), [(1.02, 8), (1.05, 10), (3.0, 16)])
 def test_as_many_as_a_batch_try_again_the_later_the_more_it_loses(drafted, gap):
     rows = 4
     found = opened(
