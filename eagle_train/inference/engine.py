@@ -328,7 +328,7 @@ class Engine:
         """Release what finished sequences have."""
         for sequence in self._scheduler.leave():
             self._runner.drafters.leave(sequence.drafter, sequence.key)
-            if self._adaptive is not None:
+            if self._adaptive is not None and sequence.generated:  # others were cancelled while they waited
                 self._adaptive.opening.lengths.answered(len(sequence.generated))
 
     def _cancel_all(self) -> None:

@@ -8,6 +8,7 @@ from eagle_train.inference import Engine, SamplingParams
 from evals import gating
 from evals.bench.choosing import LOADS, ROUNDS, OfGoodRequests, raced, spread
 from evals.bench.requests import TimedRequest
+from evals.bench.session import Session
 from evals.gating import compared
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments, make_home
@@ -70,9 +71,16 @@ def test_shares_are_of_the_best_fixed_choice_of_each():
     assert row["auto"] == {"best": "chain1", "share": pytest.approx(0.95), "interval": None}
 
 
-def test_the_whole_command(home, tmp_path, capsys):
+def test_the_whole_command(home, tmp_path, capsys, monkeypatch):
     """With the choices' rounds: noise commits one token a round, and good drafts more, whatever the draft is."""
     out = tmp_path / "out"
+    simulated, engine = list[bool](), Session.engine
+
+    def noted(self, *given, acceptance, **options):
+        simulated.append(acceptance is not None)
+        return engine(self, *given, acceptance=acceptance, **options)
+
+    monkeypatch.setattr(Session, "engine", noted)
     few = ["batch_sizes=[2]", "repeats=1", "settle=0", "max_tokens=6", "others=[chain1]", f"out={out}"]
     assert call(gating.main, *arguments(home), *few) == 0
     told = capsys.readouterr().out
@@ -82,6 +90,7 @@ def test_the_whole_command(home, tmp_path, capsys):
     assert [(row["batch_size"], row["load"]) for row in found["rows"]] == [(2, load) for load in LOADS]
     assert all(set(row["tokens_per_s"]) == {"plain", "chain3", "chain1", "gate", "auto"} for row in found["rows"])
     assert found["left"] == 0
+    assert simulated == [True] * 15 + [False] * 5  # five engines a load, the last with the draft's own acceptance
     assert "every second request" in (out / "report.md").read_text()
 
 

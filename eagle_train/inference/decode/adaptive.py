@@ -49,14 +49,10 @@ class Told(NamedTuple):
     accepted: int
 
 
-def _nothing(tokens: float) -> float:
-    return 0.0
-
-
 class Adaptive:
     """The choice for an engine, with what it learns. Ranks of one target choose the same, as their costs agree."""
 
-    def __init__(self, dispatcher: Dispatcher, plain: TreePlan, costs: RoundCosts, read: ReadSeconds = _nothing):
+    def __init__(self, dispatcher: Dispatcher, plain: TreePlan, costs: RoundCosts, read: ReadSeconds):
         """`plain`: the plan without drafts. `read`: what the drafter takes to read a prompt."""
         self._dispatcher, self._plain, self._costs = dispatcher, plain, costs
         self._all, self.opening = Acceptance(_OF_ALL), Opening(self._token_seconds, read)

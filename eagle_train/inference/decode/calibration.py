@@ -12,6 +12,7 @@ from eagle_train.inference.cache.block_pool import SCRATCH, blocks_for
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.adaptive import Adaptive
 from eagle_train.inference.decode.dispatcher import Dispatcher
+from eagle_train.inference.decode.opening import ReadSeconds
 from eagle_train.inference.decode.recording import empty_round
 from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.decode.rounds import RoundInputs
@@ -21,7 +22,7 @@ from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.inference.drafters.drafters import Proposed
 from eagle_train.inference.runner import Runner
 
-_SHORT, _LONG, _TIMES = 16, 256, 3  # tokens of prompts that are read for their times, and how often
+_LONG, _TIMES = 256, 3  # tokens of a prompt that is read for its time, and how often
 
 
 @torch.inference_mode()
@@ -43,17 +44,24 @@ def calibrated(runner: Runner, dispatcher: Dispatcher) -> Adaptive:
         return time.perf_counter() - started
 
     costs = RoundCosts([plain, *plans], sizes, seconds, runner.ranks)
-    short, long = (found / 1e9 for found in runner.ranks.least_of_hosts(_prefill_times(runner)))
-    slope = max(0.0, long - short) / (_LONG - _SHORT)
-    return Adaptive(dispatcher, plain, costs, lambda tokens: short + slope * (tokens - _SHORT) if tokens > 0 else 0.0)
+    return Adaptive(dispatcher, plain, costs, _read_seconds(runner))
 
 
-def _prefill_times(runner: Runner) -> list[int]:
-    """Nanoseconds that the default drafter takes to read prompts of _SHORT and of _LONG tokens, each alone, as they
-    come where requests take the places of others. Drafters that read texts are not asked."""
+def _read_seconds(runner: Runner) -> ReadSeconds:
+    """What the default drafter takes to read a prompt alone, as they come where requests take the places of others: by
+    a short and a long one that it reads now. Drafters that read texts are not asked."""
+    long = min(_LONG, runner.target.max_positions)
+    short = max(1, long // 16)
+    first, last = (found / 1e9 for found in runner.ranks.least_of_hosts(_prefill_times(runner, [short, long])))
+    slope = max(0.0, last - first) / max(1, long - short)
+    return lambda tokens: first + slope * (tokens - short) if tokens > 0 else 0.0
+
+
+def _prefill_times(runner: Runner, lengths: list[int]) -> list[int]:
+    """Nanoseconds that prompts of these lengths take the default drafter."""
     seat, device = runner.drafters.seat(None), runner.target.device
     if runner.drafters.reads_texts(seat):
-        return [0, 0]
+        return [0] * len(lengths)
 
     def once(length: int) -> float:
         prefix = Prefix.of([0], [[SCRATCH] * blocks_for(length)], device)
@@ -66,7 +74,7 @@ def _prefill_times(runner: Runner) -> list[int]:
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
-    return [round(1e9 * min(once(length) for _ in range(_TIMES))) for length in (_SHORT, _LONG)]
+    return [round(1e9 * min(once(length) for _ in range(_TIMES))) for length in lengths]
 
 
 def _run(runner: Runner, inputs: RoundInputs) -> None:

@@ -27,6 +27,11 @@ LENGTHS = (1, 2, 3, 5, 7)
 ROUNDS = 8_000
 
 
+def no_reading(tokens: float) -> float:
+    """Prompts cost a drafter nothing."""
+    return 0.0
+
+
 @dataclass
 class Machine:
     """A round of B rows in trees of N nodes and depth D takes 10 + node * B * N + draft * D (ms), give or take."""
@@ -80,7 +85,7 @@ def run(machine: Machine, alphas: list[float], lengths: tuple[int, ...] = LENGTH
     others like them follow."""
     dispatcher = Dispatcher(AutoTree(lengths))
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1, 2, 4, 8, 16], machine.at_the_start)
-    adaptive = Adaptive(dispatcher, PLAIN, costs)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
 
     def arrives(alpha: float) -> Request:
         return Request(alpha, "one" if adaptive.opens(200, len(alphas)) else None, adaptive.new())
@@ -128,7 +133,7 @@ def test_what_becomes_better_is_found_and_what_becomes_worse_is_left():
     machine = Machine(0.5, 1.0)
     dispatcher = Dispatcher("chain3")
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], machine.once)
-    adaptive, row, drafted = Adaptive(dispatcher, PLAIN, costs), Request(0.0), []
+    adaptive, row, drafted = Adaptive(dispatcher, PLAIN, costs, no_reading), Request(0.0), []
     row.acceptance = adaptive.new()
     for alpha, rounds in ((0.0, 3000), (0.95, 6000), (0.0, 3000)):
         for _ in range(rounds):
@@ -143,11 +148,11 @@ def test_what_becomes_better_is_found_and_what_becomes_worse_is_left():
 
 
 def trial_of(hits: int) -> list[int]:
-    """Depths of the rounds that follow when drafts are tried again, and 1 in 4 is accepted; `hits`: of each four."""
+    """Depths of 200 rounds after drafts were long not accepted. When they are tried again, `hits` of four are."""
     dispatcher, row = Dispatcher("chain1"), Request(0.0)
     plans = [PLAIN, *dispatcher.choices(1)]
     costs = RoundCosts(plans, [1], lambda plan, rows: 1.0 + 0.4 * plan.tree.max_depth)
-    adaptive, depths = Adaptive(dispatcher, PLAIN, costs), []
+    adaptive, depths = Adaptive(dispatcher, PLAIN, costs, no_reading), []
     for _ in range(40):  # long known not to be accepted
         adaptive._all.add(1, 0)
     row.acceptance = adaptive.new()
@@ -171,7 +176,7 @@ def test_rounds_of_batches_that_draft_in_part_tell_nothing_of_times():
     dispatcher = Dispatcher("chain1")
     plans = [PLAIN, *dispatcher.choices(1)]
     costs = RoundCosts(plans, [2], lambda plan, rows: 1.0 + plan.tree.max_depth)
-    adaptive = Adaptive(dispatcher, PLAIN, costs)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
     rows = [Request(0.0, name, adaptive.new()) for name in ("one", None)]
     for _ in range(64):
         adaptive.observe(plans[1], [Told(row, int(row.drafter is not None), 0) for row in rows], 2, 1.1)
@@ -239,7 +244,7 @@ def test_that_a_request_may_be_a_good_one_makes_no_draft_deeper():
     dispatcher = Dispatcher(AutoTree((1, 2)))
     plans = [PLAIN, *dispatcher.choices(1)]
     costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive = Adaptive(dispatcher, PLAIN, costs)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
     for number in range(200):
         row = Request(0.0, acceptance=adaptive.new())
         for _ in range(10):
@@ -267,7 +272,7 @@ def test_of_drafts_that_are_as_good_the_shallowest_are_taken(better, depth):
     first, both = Acceptance(100).shares(2)
     times = {0: 1.5, 1: 1 + first, 2: (1 + first + both) / better}
     costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive = Adaptive(dispatcher, PLAIN, costs)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
     row.acceptance = adaptive.new()
     assert adaptive.choose([row]).tree.max_depth == depth
 
@@ -284,14 +289,14 @@ def test_what_counts_is_how_long_requests_take():
     tokens = [sum(1 + sum(row.acceptance.shares(depth)) for row in rows) for depth in (0, 1, 2)]
     times = [1.0, 1.1, 1.1 * tokens[2] / tokens[1] / 1.04]
     costs = RoundCosts(plans, [2], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive = Adaptive(dispatcher, PLAIN, costs)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
     assert {adaptive.choose(rows).tree.max_depth for _ in range(16)} == {1}
 
 
 def test_a_choice_is_thought_over_every_fourth_round_and_with_another_number_of_rows(monkeypatch):
     dispatcher, asked = Dispatcher(AutoTree((1, 2))), []
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], Machine(0.5, 1.0).once)
-    adaptive = Adaptive(dispatcher, PLAIN, costs)
+    adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
     rows = [Request(0.5, acceptance=adaptive.new()) for _ in range(4)]
     monkeypatch.setattr(dispatcher, "choices", lambda rows, own=dispatcher.choices: asked.append(rows) or own(rows))
     for _ in range(40):
@@ -308,7 +313,7 @@ def test_a_plan_that_is_only_timed_does_not_stay():
     plans = [PLAIN, *dispatcher.choices(1)]
     times = {0: 1.8, 1: 2.0, 2: 3.0 * 1.01}
     costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
-    adaptive, depths = Adaptive(dispatcher, PLAIN, costs), []
+    adaptive, depths = Adaptive(dispatcher, PLAIN, costs, no_reading), []
     row.acceptance = adaptive.new()
     for _ in range(1500):
         plan = adaptive.choose([row])

@@ -117,6 +117,23 @@ def test_what_requests_read_and_write_is_noted():
     assert lengths.answer(1000) < 200
 
 
+def test_requests_that_are_cancelled_while_they_wait_are_no_short_answers(monkeypatch):
+    engine = made()
+    monkeypatch.setattr(engine, "step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPTS[:4], SamplingParams(max_tokens=5))
+    assert not engine.has_unfinished
+    assert inside(engine).adaptive.opening.lengths.answer(1000) == 1000
+
+
+def test_a_prompt_that_is_timed_fits_the_context(monkeypatch):
+    read, target = [], shared_target("llama")
+    own = Eagle.prefill
+    monkeypatch.setattr(Eagle, "prefill", lambda self, *given: read.append(given[2].max().item()) or own(self, *given))
+    made()
+    assert sorted(set(read)) == [target.max_positions // 16 - 1, target.max_positions - 1]
+
+
 def test_a_cached_prompt_is_not_read():
     engine = made(prefix_cache=True)
     long = [3 + place % 50 for place in range(100)]
