@@ -9,6 +9,7 @@ Scheduling depends on tokens only, which are the same on every rank (parallel/te
 prefill processes, on whose arrival the ranks agree (parallel/disaggregated.py).
 """
 
+import math
 import time
 import warnings
 from collections.abc import Sequence as Listing
@@ -22,7 +23,6 @@ from eagle_train.inference.batch import Batch
 from eagle_train.inference.decode.adaptive import Told
 from eagle_train.inference.decode.bookkeeping import FirstToken, Gain, RoundResult
 from eagle_train.inference.decode.stage_times import StageTimes
-from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.checks import WRONG_VALUES
 from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.options import EngineConfig
@@ -90,8 +90,10 @@ class Engine:
         self._overlap = self.target.device.type == "cuda" if config.overlap is None else config.overlap
         self._adaptive = parts.adaptive
         self._round_began: float | None = None  # since when the host does nothing but the round whose results come next
+        self._round_took = math.inf  # seconds, about the least of the last rounds
+        self._left_at = 0.0  # when the last step ended
         self._prefilled = False  # since the last round
-        self._plain = TreePlan(chain(0).to(self.target.device))
+        self._plain = parts.plain
         self._in_flight: _Flight | None = None
         self._advanced: dict[Sequence, None] = {}  # sequences to report in this step, in order
         self._first_token_reported = False  # in the previous step; this step then decodes without prefill
@@ -158,6 +160,8 @@ class Engine:
         With `overlap` these are the previous round's. A step that samples first tokens reports them and leaves decoding
         to the next step. If a step raises, for example out of memory, no request is lost: call it again.
         """
+        if time.perf_counter() - self._left_at > self._round_took:
+            self._round_began = None  # a round in flight may have ended long ago: the caller did something else
         self._remove_finished()  # who finished in a step that raised has a row still
         began = not self._first_token_reported and self._prefill()
         self._first_token_reported = began and bool(self._advanced)
@@ -166,6 +170,7 @@ class Engine:
         if not self._first_token_reported:
             self._decode()
         advanced, self._advanced = self._advanced, {}
+        self._left_at = time.perf_counter()
         return [self._requests.update(sequence) for sequence in advanced]
 
     def _queue(self, sequences: list[Sequence]) -> None:
@@ -193,7 +198,7 @@ class Engine:
         if self._adaptive is not None and sequence.drafter is not None and sequence.acceptance is None:
             sequence.acceptance = self._adaptive.new()
             rows = min(len(self._scheduler.unfinished), self._scheduler.rows)
-            if not self._adaptive.opens(sequence.params.max_tokens, rows):
+            if not self._adaptive.opens(sequence.drafter, sequence.params.max_tokens, rows):
                 seat(sequence, None, self._runner.drafters)
 
     def _activate(self, sequences: list[Sequence], tokens: list[FirstToken]) -> None:
@@ -281,6 +286,8 @@ class Engine:
             if gain.tokens
         ]
         seconds = None if flight.follows_prefill else seconds
+        if seconds is not None:
+            self._round_took = min(seconds, 1.05 * self._round_took)
         if self._adaptive.observe(flight.plan, told, len(flight.sequences), seconds):
             for sequence in flight.sequences:
                 self._drop_drafter(sequence)

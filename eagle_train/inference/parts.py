@@ -55,7 +55,8 @@ Acceptance = Callable[[RoundInputs, Verified], Verified]
 @dataclass
 class Parts:
     """`requests` tokenises and detokenises, `scheduler` picks the requests of a round, `runner` computes it,
-    `prefiller` prefills prompts, `memory` holds the caches, `adaptive` chooses trees; None: by batch size alone."""
+    `prefiller` prefills prompts, `memory` holds the caches; `plain`: the plan without drafts. `adaptive` chooses trees;
+    None: by batch size alone."""
 
     config: EngineConfig
     target: Target
@@ -65,6 +66,7 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     prefiller: LocalPrefiller
+    plain: TreePlan
     adaptive: Adaptive | None
 
 
@@ -99,15 +101,16 @@ def build_parts(
     memory = BlockMemory(runner.stores, BlockPool(0), runner.ranks, config.kv_tokens)
     if _uses_graphs(config.graphs, target, runner.drafters):
         record(runner, memory, dispatcher, partial(CudaGraphs, target.device))
-    adaptive = None
+    adaptive, plain = None, TreePlan(chain(0).to(target.device))
     if runner.drafters.by_name and (dispatcher.auto or config.gate):
         memory.reserve_least()
-        adaptive = calibrated(runner, dispatcher)
-    prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK) if config.prefix_cache else None
+        adaptive = calibrated(runner, dispatcher, plain)
+    caching = filter(runner.drafters.caching, runner.drafters.by_name)
+    prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK, caching) if config.prefix_cache else None
     scheduler = Scheduler(memory.pool, config.max_batch_size, ahead, prefixes)
     requests = Requests(target)
     prefiller = LocalPrefiller(runner, requests, scheduler.register)
-    return Parts(config, target, dispatcher, requests, memory, scheduler, runner, prefiller, adaptive)
+    return Parts(config, target, dispatcher, requests, memory, scheduler, runner, prefiller, plain, adaptive)
 
 
 def _drafters(target: Target, draft: AnyDraft, lm_head: str) -> dict[str, Drafter]:

@@ -3,10 +3,12 @@
 A full block's hash depends on its tokens and, by chaining, on all tokens before them. A block is looked up among the
 registered blocks of the store (block_pool.py), then in host memory, to which evicted blocks are offloaded. A block
 holds the keys and values of target and drafter, and the target's hidden state at its last token, which the draft needs
-as input for the token after it. Knows nothing of models or sampling. DESIGN section 3.6.
+as input for the token after it. A request without a drafter takes blocks of any drafter. Knows nothing of models or
+sampling. DESIGN section 3.6.
 """
 
 from array import array
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import torch
@@ -76,9 +78,10 @@ class HostKV:
 class PrefixCache:
     """Finds cached blocks for the prefix of a sequence, and registers the blocks that sequences fill."""
 
-    def __init__(self, memory: BlockMemory, host_blocks: int):
-        """`host_blocks`: capacity in host memory for evicted blocks; 0: none."""
-        self._pool = memory.pool
+    def __init__(self, memory: BlockMemory, host_blocks: int, drafters: Iterable[str] = ()):
+        """`host_blocks`: capacity in host memory for evicted blocks; 0: none. `drafters`: names of those with caches,
+        whose blocks differ."""
+        self._pool, self._drafters = memory.pool, tuple(drafters)
         self.host = HostKV(memory, host_blocks) if host_blocks > 0 else None
         if self.host is not None:
             self._pool.on_evict = self.host.put
@@ -87,10 +90,15 @@ class PrefixCache:
         """The store's blocks that hold a prefix of the sequence. At least one token is left to prefill, because
         decoding starts from its hidden state."""
         tokens, found = sequence.to_prefill, []
-        for key in block_hashes(tokens, sequence.block_hashes, sequence.cached_by)[: (len(tokens) - 1) // BLOCK]:
-            if key not in self._pool.block_of:
+        by_kind = [block_hashes(tokens, sequence.block_hashes, sequence.cached_by)]
+        if not sequence.cached_by:  # a drafter's blocks hold all that it needs, and more
+            by_kind += [block_hashes(tokens, sequence.drafter_hashes.setdefault(x, []), x) for x in self._drafters]
+        for place in range((len(tokens) - 1) // BLOCK):
+            keys = [hashes[place] for hashes in by_kind]
+            block = next((self._pool.block_of[key] for key in keys if key in self._pool.block_of), None)
+            if block is None:
                 break
-            found.append(self._pool.block_of[key])
+            found.append(block)
         return found
 
     def attach(self, sequence: Sequence) -> None:

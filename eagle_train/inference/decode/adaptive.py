@@ -53,8 +53,8 @@ class Adaptive:
     """The choice for an engine, with what it learns. Ranks of one target choose the same, as their costs agree."""
 
     def __init__(self, dispatcher: Dispatcher, plain: TreePlan, costs: RoundCosts, read: ReadSeconds):
-        """`plain`: the plan without drafts. `read`: what the drafter takes to read a prompt."""
-        self._dispatcher, self._plain, self._costs = dispatcher, plain, costs
+        """`plain`: the plan without drafts. `read`: what a drafter takes to read a prompt."""
+        self._dispatcher, self.plain, self._costs = dispatcher, plain, costs
         self._all, self.opening = Acceptance(_OF_ALL), Opening(self._token_seconds, read)
         self._variance = 0.0  # of acceptance at depth 1, over requests
         self._hope = 1.0  # how far new requests are believed to be good ones
@@ -74,10 +74,10 @@ class Adaptive:
         """Whether drafts have not paid for long."""
         return self._unpaid >= _CLOSES
 
-    def opens(self, most: int, rows: int) -> bool:
+    def opens(self, drafter: str, most: int, rows: int) -> bool:
         """Whether a new request is to have its drafter, which costs its part of the prefill. `most`: tokens that it may
         write; `rows`: requests that decode with it, itself included."""
-        return self.opening.opens(most, rows, self._is_retry_due)
+        return self.opening.opens(drafter, most, rows, self._is_retry_due)
 
     def _token_seconds(self, rows: int) -> tuple[float, float]:
         """Seconds that a token takes the engine without drafts, and if all rows have them, by what all requests
@@ -89,7 +89,7 @@ class Adaptive:
             for plan in plans
             for depth in [plan.tree.max_depth]
         ]
-        plain = self._costs.seconds(self._plain, rows) / rows
+        plain = self._costs.seconds(self.plain, rows) / rows
         return plain, min(drafted, default=plain)
 
     def new(self) -> Acceptance:
@@ -103,7 +103,7 @@ class Adaptive:
         self._chosen += 1
         self.opening.decoded(len(rows))
         if _PLAIN_FIRST <= self._chosen % _PLAIN_EVERY < _PLAIN_FIRST + _PROBE:
-            return self._plain
+            return self.plain
         return self._taken(self._next)
 
     def _is_due(self, rows: int) -> bool:
@@ -111,7 +111,7 @@ class Adaptive:
 
     def _think(self, rows: Sequence[Row]) -> None:
         """Find the plan of the next rounds."""
-        plans = [self._plain, *self._plans(len(rows))]
+        plans = [self.plain, *self._plans(len(rows))]
         drafting = [row.acceptance for row in rows if row.drafter is not None and row.acceptance is not None]
         elapsed, self._thought, self._considered = self._chosen - self._thought, self._chosen, len(rows)
         for each in drafting:
@@ -126,7 +126,7 @@ class Adaptive:
 
     def _plans(self, rows: int) -> list[TreePlan]:
         """The plans with drafts that such a batch may have."""
-        return self._dispatcher.choices(rows)
+        return [plan for plan in self._dispatcher.choices(rows) if plan.tree.max_depth > 0]
 
     def _promised(self, plans: Sequence[TreePlan], drafting: Sequence[Acceptance], rows: int) -> list[float]:
         """Tokens of a round of a batch, some of whose rows draft, by how deep drafts are, from 0 on.
@@ -159,25 +159,27 @@ class Adaptive:
     def observe(self, plan: TreePlan, told: list[Told], rows: int, seconds: float | None) -> bool:
         """A round has ended; `seconds`: None where it is not known how long it took. Returns whether its rows lose
         their drafters, as they do not pay."""
-        is_mixed = plan is not self._plain and any(each.row.drafter is None for each in told)
         if seconds is None:
             self._costs.unsettle()
-        elif not is_mixed:  # rows without drafts are not drafted for
-            self._costs.observe(plan, rows, seconds)
-        if self._is_trial and plan is not self._plain:
+        else:
+            in_part = plan is not self.plain and any(each.row.drafter is None for each in told)
+            self._costs.observe(plan, rows, seconds, in_part)
+        if self._is_trial and plan is not self.plain:
             self._tried += len(told)
             self._gained += sum(each.accepted for each in told)
         for row, depth, accepted in told:
             if depth > 0 and row.acceptance is not None:
                 row.acceptance.add(depth, accepted)
                 self._all.add(depth, accepted)
-        return self.is_closed and self._unpaid % _CLOSES == 0
+        is_trial = self._is_trial or self._trial > 0 or self._is_retry_due  # those that wait for it keep theirs
+        return self.is_closed and self._unpaid % _CLOSES == 0 and not is_trial
 
     def _best(self, plans: list[TreePlan], drafting: Sequence[Acceptance], rows: int, elapsed: int) -> int:
         """The place of the plan with the most tokens a second; the current one's where none is clearly better.
         `elapsed`: rounds since this was asked last."""
         tokens = self._promised(plans, drafting, rows)
-        rates = [tokens[plan.tree.max_depth] / self._costs.seconds(plan, rows) for plan in plans]
+        in_part = len(drafting) < rows
+        rates = [tokens[plan.tree.max_depth] / self._seconds(plan, rows, in_part) for plan in plans]
         if len(plans) > 1:  # hope says whether to draft, and not how deep
             first = max(range(1, len(plans)), key=rates.__getitem__)
             depth = plans[first].tree.max_depth
@@ -187,7 +189,7 @@ class Adaptive:
                 self._hope = min(1.0, self._hope * (_RISES if rates[first] > rates[0] else _FADES) ** elapsed)
             rates[1:] = [lift * rate for rate in rates[1:]]
         best = self._most(plans, rates)
-        if (probed := self._tried_out(plans, rates, rows)) is not None:
+        if (probed := self._tried_out(plans, rates, rows, in_part)) is not None:
             return probed
         self._pays = max(rates[1:], default=0.0) > _CLEARLY_WORSE * rates[0]
         if self._tries(len(drafting), rows) and len(plans) > 1:
@@ -202,13 +204,19 @@ class Adaptive:
         as_good = [place for place in range(1, len(plans)) if rates[place] >= _AS_GOOD * most]
         return min(as_good, key=lambda place: plans[place].tree.max_depth) if rates[0] < most else 0
 
-    def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int) -> int | None:
+    def _seconds(self, plan: TreePlan, rows: int, in_part: bool) -> float:
+        """What a round is expected to take. `in_part`: whether some of the rows alone have drafters."""
+        return self._costs.seconds(plan, rows, in_part and plan is not self.plain)
+
+    def _tried_out(self, plans: list[TreePlan], rates: list[float], rows: int, in_part: bool) -> int | None:
         """The place of a plan that is to be timed now: now and then, for a few rounds, the most promising one as far
         as times may be off; most of the time None."""
         others = [place for place, plan in enumerate(plans) if plan is not self._current]
         if others and self._probe == 0 and self._chosen >= self._probe_at and self._trial == 0:
             self._probe_at = self._chosen + min(self._chosen, _PROBE_EVERY)
-            doubts = [self._costs.doubt(plan, self._current, rows) for plan in plans]
+            kinds = [(plan, in_part and plan is not self.plain) for plan in plans]
+            current = (self._current, in_part and self._current is not self.plain)
+            doubts = [self._costs.doubt(kind, current, rows) for kind in kinds]
             most = [rate * math.exp(_MAY * doubt) for rate, doubt in zip(rates, doubts, strict=True)]
             place = max(others, key=most.__getitem__)
             self._probed, self._probe = plans[place], _PROBE if most[place] >= max(rates) else 0
@@ -221,7 +229,7 @@ class Adaptive:
     def _tries(self, drafting: int, rows: int) -> bool:
         """Whether drafts are tried though they did not seem to pay. A trial that pays goes on, until they seem to."""
         if self._trial == 0:
-            if self._is_trial and self._went_well(rows):
+            if self._is_trial and self._went_well(rows, drafting < rows):
                 self._trial = _TRY
             elif self._is_retry_due and 2 * drafting >= rows:  # one that drafts among many would not pay
                 self._trial, self._retry_after = _TRY, min(2 * self._retry_after, _LAST_RETRY)
@@ -229,14 +237,14 @@ class Adaptive:
                 self._all.doubt()
         return self._trial > 0
 
-    def _went_well(self, rows: int) -> bool:
+    def _went_well(self, rows: int, in_part: bool) -> bool:
         """Whether the trial so far paid, and is not a long one."""
-        costs = self._costs.seconds(self._current, rows) / self._costs.seconds(self._plain, rows)
+        costs = self._seconds(self._current, rows, in_part) / self._costs.seconds(self.plain, rows)
         return self._tried < _LONGEST_TRIAL * rows and self._tried + self._gained > costs * self._tried
 
     def _taken(self, plan: TreePlan) -> TreePlan:
         """Notes the choice."""
-        self._idle = 0 if plan is not self._plain else self._idle + 1
+        self._idle = 0 if plan is not self.plain else self._idle + 1
         self._unpaid = 0 if self._pays else self._unpaid + 1
         if self._unpaid == 0:
             self._retry_after = _FIRST_RETRY

@@ -17,7 +17,7 @@ from eagle_train.inference.decode.recording import empty_round
 from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.row_trees import RowTrees
-from eagle_train.inference.decode.tree import Tree, chain
+from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.inference.drafters.drafters import Proposed
 from eagle_train.inference.runner import Runner
@@ -26,14 +26,15 @@ _LONG, _TIMES = 256, 3  # tokens of a prompt that is read for its time, and how 
 
 
 @torch.inference_mode()
-def calibrated(runner: Runner, dispatcher: Dispatcher) -> Adaptive:
+def calibrated(runner: Runner, dispatcher: Dispatcher, plain: TreePlan) -> Adaptive:
     """The choice of plans for an engine, by rounds of each plan that are timed now, at batch sizes by powers of two.
+    `plain`: the engine's plan without drafts.
 
     The caches must have their reserved blocks."""
-    most, plain = runner.config.max_batch_size, TreePlan(chain(0).to(runner.target.device))
+    most = runner.config.max_batch_size
     sizes = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
-    plans = dict.fromkeys(plan for _, plan in dispatcher.plans([size for size, _ in dispatcher.table]))
-    plans.pop(plain, None)
+    chosen = [plan for _, plan in dispatcher.plans([size for size, _ in dispatcher.table])]
+    plans = dict.fromkeys(plan for plan in chosen if plan.tree.max_depth > 0)
 
     def seconds(plan: TreePlan, rows: int) -> float:
         # As after a round whose drafts were accepted in part: the drafter has that many tokens to read.
@@ -48,19 +49,27 @@ def calibrated(runner: Runner, dispatcher: Dispatcher) -> Adaptive:
 
 
 def _read_seconds(runner: Runner) -> ReadSeconds:
-    """What the default drafter takes to read a prompt alone, as they come where requests take the places of others: by
-    a short and a long one that it reads now. Drafters that read texts are not asked."""
+    """What drafters take to read a prompt alone, as they come where requests take the places of others: by a short and
+    a long one that each reads now. Drafters that read texts are not asked."""
     long = min(_LONG, runner.target.max_positions)
     short = max(1, long // 16)
-    first, last = (found / 1e9 for found in runner.ranks.least_of_hosts(_prefill_times(runner, [short, long])))
-    slope = max(0.0, last - first) / max(1, long - short)
-    return lambda tokens: first + slope * (tokens - short) if tokens > 0 else 0.0
+    names = list(runner.drafters.by_name)
+    times = [time for name in names for time in _prefill_times(runner, name, [short, long])]
+    agreed = iter(found / 1e9 for found in runner.ranks.least_of_hosts(times))
+    both = {name: (next(agreed), next(agreed)) for name in names}
+
+    def seconds(name: str, tokens: float) -> float:
+        first, last = both[name]
+        slope = max(0.0, last - first) / max(1, long - short)
+        return max(0.0, first + slope * (tokens - short)) if tokens > 0 else 0.0
+
+    return seconds
 
 
-def _prefill_times(runner: Runner, lengths: list[int]) -> list[int]:
-    """Nanoseconds that prompts of these lengths take the default drafter."""
-    seat, device = runner.drafters.seat(None), runner.target.device
-    if runner.drafters.reads_texts(seat):
+def _prefill_times(runner: Runner, name: str, lengths: list[int]) -> list[int]:
+    """Nanoseconds that prompts of these lengths take a drafter."""
+    device = runner.target.device
+    if runner.drafters.reads_texts(name):
         return [0] * len(lengths)
 
     def once(length: int) -> float:
@@ -68,11 +77,12 @@ def _prefill_times(runner: Runner, lengths: list[int]) -> list[int]:
         tokens = torch.zeros(1, length, dtype=torch.long, device=device)
         positions = torch.arange(length, device=device).unsqueeze(0)
         hidden = torch.zeros(1, length, runner.width, dtype=runner.target.dtype, device=device)
-        started = time.perf_counter()
-        runner.drafters.prefill(prefix, tokens, positions, hidden, None, [seat])
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - started
+        with runner.resources(length):  # as prompts are read later
+            started = time.perf_counter()
+            runner.drafters.prefill(prefix, tokens, positions, hidden, None, [name])
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter() - started
 
     return [round(1e9 * min(once(length) for _ in range(_TIMES))) for length in lengths]
 

@@ -19,12 +19,13 @@ _REQUESTS = 64  # that lengths remember
 
 TokenSeconds = Callable[[int], tuple[float, float]]
 """What a token takes an engine that decodes so many rows, without drafts and with them."""
-ReadSeconds = Callable[[float], float]
-"""What a drafter takes to read a prompt of so many tokens."""
+ReadSeconds = Callable[[str, float], float]
+"""What a drafter, by its name, takes to read a prompt of so many tokens."""
 
 
 class Lengths:
-    """How many tokens requests read before they decode, and how many they write, on average over the last ones."""
+    """How many tokens requests read before they decode, and how many they write, on average over the last ones. The
+    first token that a request writes is not counted: it comes from its prompt."""
 
     def __init__(self) -> None:
         self._read = self._begun = self._written = self._ended = 0.0
@@ -35,18 +36,18 @@ class Lengths:
         self._read, self._begun = self._read * keep + tokens, self._begun * keep + begun
 
     def answered(self, tokens: int) -> None:
-        """A request ended."""
+        """A request ended that wrote so many."""
         keep = 1 - 1 / _REQUESTS
-        self._written, self._ended = self._written * keep + tokens, self._ended * keep + 1
+        self._written, self._ended = self._written * keep + tokens - 1, self._ended * keep + 1
 
     @property
     def prompt(self) -> float:
         """Tokens that a request reads; those that the cache has are not counted."""
         return self._read / max(1.0, self._begun)
 
-    def answer(self, most: int) -> float:
-        """Tokens that a request will write; it may write `most`."""
-        return min(most, (self._written + most) / (self._ended + 1))
+    def decoded(self, most: int) -> float:
+        """Tokens that a request will decode; it may write `most`."""
+        return min(most - 1, (self._written + most - 1) / (self._ended + 1))
 
 
 class Opening:
@@ -64,13 +65,15 @@ class Opening:
         self._rounds = [share * _KEPT for share in self._rounds]
         self._rounds[_place(rows)] += 1
 
-    def opens(self, most: int, rows: int, may_try: bool) -> bool:
+    def opens(self, drafter: str, most: int, rows: int, may_try: bool) -> bool:
         """Whether the next request is to have its drafter.
 
         `most`: tokens that it may write; `rows`: requests that decode with it, itself included; `may_try`: whether it
         is time to try drafts again, should they not pay.
         """
-        saved = self._saved(most, rows)
+        if most == 1:  # it comes from the prompt
+            return False
+        saved = self._saved(drafter, most, rows)
         self._pays = saved > (_LEAST if self._pays else _MUCH)
         if not self._pays and self._left <= -rows:  # as many together: one that drafts alone would not pay
             self._left = rows * min(_LAST_GAP, max(_FIRST_GAP, round(-saved / _LOSS)))
@@ -78,7 +81,7 @@ class Opening:
             self._left -= 1
         return self._pays or self._left < 0
 
-    def _saved(self, most: int, rows: int) -> float:
+    def _saved(self, drafter: str, most: int, rows: int) -> float:
         """The share of a request's time without drafts that these save, at the batch sizes of the last rounds."""
         if not any(self._rounds):
             self._rounds[_place(rows)] = 1
@@ -87,7 +90,7 @@ class Opening:
         both = [(tokens, *self._token_seconds(size)) for tokens, size in shares]
         plain = sum(tokens * without for tokens, without, _ in both)
         drafted = sum(tokens * own for tokens, _, own in both)
-        reading = self._read_seconds(self.lengths.prompt) / self.lengths.answer(most)  # for each token of the answer
+        reading = self._read_seconds(drafter, self.lengths.prompt) / self.lengths.decoded(most)  # for each token
         return (plain - drafted - reading * sum(tokens for tokens, *_ in both)) / plain
 
 

@@ -16,11 +16,15 @@ from eagle_train.inference.parallel.tensor_parallel import Ranks
 _NOISE = 0.03  # of a round, about what is expected
 _UNKNOWN = 0.5  # of all plans, before the first round of a batch size
 _AT_THE_START = 0.05  # of a plan, as it was timed at the start
+_IN_PART = 0.2  # of its rounds in which some rows alone draft, by those in which all do
 _DRIFT, _OWN_DRIFT = 0.03, 0.001  # in a round: of all plans, with contexts and other load, and of each plan
 _UNSETTLED = 0.05  # of all plans, when other requests are in the batch: their contexts differ
 _AT_ONCE, _MOST_AT_ONCE = 4, 32  # rounds, the first ones of a plan, and later ones
 _OUTLIER = 3.0  # standard deviations: beyond, something else took the time
 _TURNS, _IN_A_ROW = 2, 3
+
+Kind = tuple[TreePlan, bool]
+"""Of rounds: the plan, and whether some of the rows alone draft."""
 
 
 class RoundCosts:
@@ -29,7 +33,8 @@ class RoundCosts:
     At the start all plans are timed on an empty cache. What rounds take later differs, with the contexts and with what
     else the machine does: by one factor for all plans of a batch size, which changes, and a factor of its own for each
     plan, which hardly does. Both follow from rounds by a Kalman filter. It tells a plan's own factor from the other by
-    rounds of other plans that lie near, and knows how well it is known.
+    rounds of other plans that lie near, and knows how well it is known. A plan's rounds in which some rows alone draft
+    (`in_part`) have another own factor, near that of those in which all do.
     """
 
     def __init__(
@@ -42,33 +47,36 @@ class RoundCosts:
         """`seconds`: runs a round of a plan and a batch size, and times it. `ranks`: of one target; they agree on the
         times, and so on all that follows."""
         self._ranks = ranks or Ranks()
-        self._sizes, self._places = sizes, {plan: place for place, plan in enumerate(plans, 1)}
+        self._sizes = sizes
+        kinds = [(plan, in_part) for in_part in (False, True) for plan in plans]
+        self._places = {kind: place for place, kind in enumerate(kinds, 1)}
         timed = {size: self._agreed(_timed(plans, size, seconds)) for size in sizes}
         self._base = {(plan, size): time for size in sizes for plan, time in zip(plans, timed[size], strict=True)}
         self._factors = {size: _Factors(len(plans)) for size in sizes}
-        self._rows, self._plan = 0, plans[0]  # of the last rounds, whose times wait
+        self._rows, self._kind = 0, kinds[0]  # of the last rounds, whose times wait
         self._times: list[float] = []
         self._at_once = _AT_ONCE
 
-    def seconds(self, plan: TreePlan, rows: int) -> float:
+    def seconds(self, plan: TreePlan, rows: int, in_part: bool = False) -> float:
         """What a round is expected to take."""
         own = self._factors[self._size(rows)]
         known = own if own.is_known else self._nearest(rows)
-        return self._between(plan, rows) * math.exp(known.of_all + own.of(self._places[plan]))
+        return self._between(plan, rows) * math.exp(known.of_all + own.of(self._places[plan, in_part]))
 
-    def doubt(self, plan: TreePlan, other: TreePlan, rows: int) -> float:
-        """The standard deviation of the logarithm of what one plan's rounds take by the other's."""
-        return self._factors[self._size(rows)].doubt(self._places[plan], self._places[other])
+    def doubt(self, kind: Kind, other: Kind, rows: int) -> float:
+        """The standard deviation of the logarithm of what rounds of one kind take by the other's."""
+        return self._factors[self._size(rows)].doubt(self._places[kind], self._places[other])
 
-    def observe(self, plan: TreePlan, rows: int, seconds: float) -> None:
+    def observe(self, plan: TreePlan, rows: int, seconds: float, in_part: bool = False) -> None:
         """A round took so long. What follows is worked out for some rounds of a plan at once: it takes time too. The
         longer a plan goes on, the more. The first one behind another plan's does not count, as at the start."""
-        is_first = plan is not self._plan
+        kind = (plan, in_part)
+        is_first = kind != self._kind
         if rows != self._rows or is_first:
             self._note()
             if rows != self._rows:
                 self._factors[self._size(rows)].unsettle()
-            self._rows, self._plan, self._at_once = rows, plan, _AT_ONCE
+            self._rows, self._kind, self._at_once = rows, kind, _AT_ONCE
         if is_first:
             return
         self._times.append(seconds)
@@ -85,8 +93,8 @@ class RoundCosts:
         """Work out what the times that wait say, by their median."""
         if self._times:
             (seconds,) = self._agreed([median(self._times)])
-            off = math.log(seconds / self._between(self._plan, self._rows))
-            self._factors[self._size(self._rows)].note(self._places[self._plan], off, len(self._times))
+            off = math.log(seconds / self._between(self._kind[0], self._rows))
+            self._factors[self._size(self._rows)].note(self._places[self._kind], off, len(self._times))
             self._times = []
 
     def _agreed(self, times: list[float]) -> list[float]:
@@ -112,13 +120,17 @@ class RoundCosts:
 
 class _Factors:
     """The logarithms of what times at the start are off by at a batch size: of all plans, at place 0, and each plan's
-    own, at places from 1 on. The state of a Kalman filter: means, and covariances."""
+    own, at places from 1 on: of rounds in which all rows draft, and then of the others. The state of a Kalman filter:
+    means, and covariances."""
 
     def __init__(self, plans: int):
         self.is_known = False
-        self._mean = np.zeros(1 + plans)
-        self._cov = np.diag([_UNKNOWN**2] + [_AT_THE_START**2] * plans)
-        self._drift = np.diag([_DRIFT**2] + [_OWN_DRIFT**2] * plans)
+        self._mean = np.zeros(1 + 2 * plans)
+        self._cov = np.zeros((1 + 2 * plans,) * 2)
+        self._cov[0, 0] = _UNKNOWN**2
+        own = _AT_THE_START**2 * np.eye(plans)
+        self._cov[1:, 1:] = np.block([[own, own], [own, own + _IN_PART**2 * np.eye(plans)]])
+        self._drift = np.diag([_DRIFT**2] + [_OWN_DRIFT**2] * 2 * plans)
 
     @property
     def of_all(self) -> float:

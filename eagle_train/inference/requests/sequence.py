@@ -144,6 +144,7 @@ class Sequence:
     num_computed: int = 0  # tokens that are in the caches of both models
     remote_task: Any = None  # of the process that prefills it; None: this one does
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks (cache/prefix_cache.py)
+    drafter_hashes: dict[str, list[bytes]] = field(default_factory=dict)  # the same with these drafters, where known
     last_hidden: Any = None  # [S]: the target's states at the last computed token, until it decodes
     num_reported: int = 0  # generated tokens that updates had
     thinking: Thinking | None = None  # of a request whose acceptance is relaxed while it thinks alone
@@ -199,6 +200,7 @@ class Sequence:
         """Its blocks were taken: all its tokens are to be computed again, with the drafter that it has by then."""
         self.num_computed, self.last_hidden, self.remote_task = 0, None, None
         self.block_hashes.clear()
+        self.drafter_hashes.clear()
 
     def start(self, token: int, logprobs: TokenLogprobs | None = None, *, now: float) -> None:
         """Append the first token, which was sampled after prefill. `now`: of time.perf_counter."""

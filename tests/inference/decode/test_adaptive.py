@@ -27,7 +27,7 @@ LENGTHS = (1, 2, 3, 5, 7)
 ROUNDS = 8_000
 
 
-def no_reading(tokens: float) -> float:
+def no_reading(drafter: str, tokens: float) -> float:
     """Prompts cost a drafter nothing."""
     return 0.0
 
@@ -88,7 +88,7 @@ def run(machine: Machine, alphas: list[float], lengths: tuple[int, ...] = LENGTH
     adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
 
     def arrives(alpha: float) -> Request:
-        return Request(alpha, "one" if adaptive.opens(200, len(alphas)) else None, adaptive.new())
+        return Request(alpha, "one" if adaptive.opens("one", 200, len(alphas)) else None, adaptive.new())
 
     rows, tokens, took = [arrives(alpha) for alpha in alphas], 0, 0.0
     for place in range(rounds):
@@ -172,19 +172,63 @@ def test_a_trial_that_goes_well_goes_on():
     assert sum(trial_of(3)) > 40
 
 
-def test_rounds_of_batches_that_draft_in_part_tell_nothing_of_times():
-    dispatcher = Dispatcher("chain1")
-    plans = [PLAIN, *dispatcher.choices(1)]
-    costs = RoundCosts(plans, [2], lambda plan, rows: 1.0 + plan.tree.max_depth)
+def in_part(times: dict[int, float], taken: dict[int, float], rounds: int) -> tuple[RoundCosts, list[int]]:
+    """Rounds of two rows, one of which has drafts, of which 3 of 10 are accepted. `times`: at the start, by the depth
+    of a chain, and what they take then. Returns the rounds' depths too."""
+    dispatcher, random, depths = Dispatcher("chain1"), Random(0), []
+    costs = RoundCosts([PLAIN, *dispatcher.choices(2)], [2], lambda plan, rows: times[plan.tree.max_depth])
     adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
-    rows = [Request(0.0, name, adaptive.new()) for name in ("one", None)]
-    for _ in range(64):
-        adaptive.observe(plans[1], [Told(row, int(row.drafter is not None), 0) for row in rows], 2, 1.1)
-    assert costs.seconds(plans[1], 2) == 2.0
-    rows[1].drafter = "one"
-    for _ in range(64):
-        adaptive.observe(plans[1], [Told(row, 1, 0) for row in rows], 2, 1.1)
-    assert costs.seconds(plans[1], 2) == pytest.approx(1.1, rel=0.1)
+    rows = [Request(0.3, name, adaptive.new()) for name in ("one", None)]
+    for _ in range(rounds):
+        plan = adaptive.choose(rows)
+        depths.append(plan.tree.max_depth)
+        told = [Told(rows[0], depths[-1], accepted(0.3, depths[-1], random)), Told(rows[1], 0, 0)]
+        adaptive.observe(plan, told, 2, taken[depths[-1]])
+    return costs, depths
+
+
+def test_where_some_rows_alone_draft_a_wrong_time_is_found_out():
+    """Chains were thought to cost nearly nothing, and take as long again as a plain round."""
+    _, depths = in_part({0: 1.0, 1: 1.05}, {0: 1.0, 1: 1.9}, 3000)
+    assert sum(depths[:8]) > 0
+    assert sum(depths[1500:]) < 100
+
+
+def test_rounds_in_which_some_rows_alone_draft_say_little_of_others():
+    """They take less."""
+    costs, depths = in_part({0: 1.0, 1: 2.0}, {0: 1.0, 1: 1.02}, 6000)
+    chain1 = TreePlan(chain(1))
+    assert sum(depths[-100:]) > 50
+    assert costs.seconds(chain1, 2, in_part=True) / costs.seconds(PLAIN, 2) == pytest.approx(1.02, rel=0.05)
+    assert costs.seconds(chain1, 2) / costs.seconds(PLAIN, 2) > 1.8
+
+
+@pytest.mark.parametrize(("rows", "answers"), [(8, 500), (4, 200)])
+def test_drafts_are_tried_again_where_requests_are_replaced_one_by_one(rows, answers):
+    """Those that are to try them keep their drafters until enough are there."""
+    machine, dispatcher, alpha = Machine(0.1, 0.3), Dispatcher("chain3"), 0.0
+    costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1, 2, 4, 8], machine.at_the_start)
+    adaptive, drafted = Adaptive(dispatcher, PLAIN, costs, no_reading), []
+
+    def arrives(left: int = answers) -> Request:
+        return Request(alpha, "one" if adaptive.opens("one", answers, rows) else None, adaptive.new(), left)
+
+    going = [arrives(answers * (place + 1) // rows) for place in range(rows)]
+    for place in range(10_000):
+        alpha = 0.95 if place >= 3000 else 0.0
+        plan = adaptive.choose(going)
+        drafted.append(plan.tree.max_depth)
+        told = []
+        for row in going:
+            depth = drafted[-1] if row.drafter else 0
+            told.append(Told(row, depth, accepted(alpha, depth, machine.random)))
+            row.left -= 1 + told[-1].accepted
+        if adaptive.observe(plan, told, rows, machine.once(plan, rows)):
+            for row in going:
+                row.drafter = None
+        going = [row if row.left > 0 else arrives() for row in going]
+    assert sum(map(bool, drafted[1000:3000])) < 100
+    assert sum(map(bool, drafted[9000:])) > 900
 
 
 def test_that_all_becomes_slower_is_not_held_against_the_plan_in_use():
