@@ -65,7 +65,8 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, pla
     """
     family, length = model.config.model_type, tokens.shape[1]
     positions = torch.arange(length, device=tokens.device)[None]
-    with foreign(f"{place}: this family ({family}) cannot be run on text alone"):
+    alone = f"{place}: this family ({family}) cannot be run on text alone"
+    with foreign(alone):
         model.set_attn_implementation("eager")
         own = full_tensor(model(input_ids=tokens, use_cache=False).logits).float()
     undo = use_fast_modules(model)  # what is ours from here on must give the same
@@ -76,9 +77,12 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, tokens: torch.Tensor, pla
         both = logits_of(tokens.repeat(1, 2), positions.repeat(1, 2), attend)
     unreached = ", for no layer's attention can be reached"
     ours, behind = both.float().chunk(2, dim=1)
-    error = _relative_error(ours, own)
+    error, bound = _relative_error(ours, own), _error_bound(model.dtype)
+    if error > bound:
+        with foreign(alone):
+            bound = max(bound, ROUNDINGS * _rounding(model, tokens, own))
     check(
-        error <= _error_bound(model.dtype) or error <= ROUNDINGS * _rounding(model, tokens, own),
+        error <= bound,
         f"{place}: the LM head applied to the hidden states misses the model's own logits by {error:.1%}"
         f"{'' if layers.calls else unreached}; this family ({family}) is not supported",
     )
@@ -126,8 +130,10 @@ def _is_attention(module: Any) -> bool:
 
 def _off_by_a_rounding(module: Any, _: Any, output: Any) -> Any:
     """The attention's output, alone or first in a tuple, with noise of half the dtype's last bit; for each layer its
-    own, the same on every rank."""
+    own, the same on every rank. What an indexer beside it returns are numbers of keys, which stay."""
     first, *others = output if isinstance(output, tuple) else (output,)
+    if not first.is_floating_point():
+        return output
     noise = torch.randn(first.shape, generator=torch.Generator().manual_seed(module.layer_idx))
     first = first + first * (noise * torch.finfo(first.dtype).eps / 2).to(first)
     return (first, *others) if isinstance(output, tuple) else first

@@ -139,6 +139,15 @@ def test_a_family_that_chooses_its_keys_is_refused(name):
     assert said_against(CONFIG_MAPPING[name]()) is not None
 
 
+def test_layers_with_an_indexer_beside_their_attention_are_refused():
+    """It returns the numbers of blocks, which no rounding touches."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
+    kinds = ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]
+    config = CONFIG_MAPPING["minimax_m3_vl_text"](num_hidden_layers=3, layer_types=kinds, **sizes, **experts)
+    assert "misses the model's own logits" in said_against(config)
+
+
 # --- by behaviour
 
 
