@@ -160,8 +160,10 @@ class Engine:
         With `overlap` these are the previous round's. A step that samples first tokens reports them and leaves decoding
         to the next step. If a step raises, for example out of memory, no request is lost: call it again.
         """
-        if time.perf_counter() - self._left_at > self._round_took:
-            self._round_began = None  # a round in flight may have ended long ago: the caller did something else
+        if self._runner.ranks.group is None and time.perf_counter() - self._left_at > self._round_took:
+            # A round in flight may have ended long ago: the caller did something else. Ranks, which must all know a
+            # round's time or none, give the least of theirs.
+            self._round_began = None
         self._remove_finished()  # who finished in a step that raised has a row still
         began = not self._first_token_reported and self._prefill()
         self._first_token_reported = began and bool(self._advanced)
