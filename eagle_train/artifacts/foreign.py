@@ -4,17 +4,27 @@ These share tensor names (`fc`, then Llama layers) and differ in what else their
 which target it is for, so the target is given. Knows nothing of our own artifacts.
 """
 
+import copy
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from eagle_train.artifacts.foreign_eagle3 import OF_EAGLE3, eagle3_config, eagle3_tensors, positions_of
+from eagle_train.artifacts.foreign_eagle3 import (
+    OF_EAGLE3,
+    eagle3_config,
+    eagle3_tensors,
+    fuses_none,
+    positions_of,
+    trains_embedding,
+)
+from eagle_train.artifacts.foreign_formats import other_format
 from eagle_train.artifacts.foreign_medusa import has_medusa_heads, load_medusa
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.drafts import Draft, Eagle3Draft, EagleConfig, EagleDraft
@@ -37,6 +47,8 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_siz
 _COUNTS = (*_NEEDED, "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings")
 _NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 _ROPE = ("rope_scaling", "rope_parameters")
+_DEFAULTED = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
+_LLAMA4_INNER = "intermediate_size_mlp"  # of Llama 4's dense feed-forward; `intermediate_size` is that of an expert
 _OF_ROPE = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)) | {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -59,7 +71,8 @@ def load_foreign(directory: Path, target: Target) -> Draft:
     values = _read_config(directory)
     tensors = {_common_name(name): tensor for name, tensor in _read_files(directory).items()}
     tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}  # computed from the config
-    check("fc.weight" in tensors, f"checkpoint={directory}: has no fc.weight, so it is no EAGLE draft")
+    what = "fuses no layers (eagle_config.use_aux_hidden_state is false)" if fuses_none(values) else "is no EAGLE draft"
+    check("fc.weight" in tensors, f"checkpoint={directory}: has no fc.weight, so it {what}")
     check(
         "quantization_config" not in values,
         f"checkpoint={directory}: is quantised; give the unquantised draft",
@@ -82,7 +95,8 @@ def load_foreign(directory: Path, target: Target) -> Draft:
         "final norm; give a draft with both or none",
     )
     for name, what in _SHARED.items():
-        refuse_other(name, what, tensors.pop(name, None), target, directory)
+        is_trained = what == "embedding" and trains_embedding(values)
+        refuse_other(name, what, tensors.pop(name, None), target, directory, is_trained)
     try:
         draft = EagleDraft(_shape_of(values, tensors, target, _token_map(directory)))
     except UserError as error:
@@ -94,7 +108,8 @@ def load_foreign(directory: Path, target: Target) -> Draft:
 def _eagle3(directory: Path, values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> Eagle3Draft:
     """An EAGLE-3 or P-EAGLE draft, from the part of its config.json that describes it and its tensors by their common
     names."""
-    refuse_other("embed_tokens.weight", "embedding", tensors.pop("embed_tokens.weight", None), target, directory)
+    embedding = tensors.pop("embed_tokens.weight", None)
+    refuse_other("embed_tokens.weight", "embedding", embedding, target, directory, trains_embedding(values))
     place = f"checkpoint={directory}"
     try:
         llama = _llama_of(values)
@@ -121,7 +136,10 @@ def _common_name(name: str) -> str:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    return _draft_part(read_mapping(directory / "config.json", f"checkpoint={directory}"), directory)
+    values = read_mapping(directory / "config.json", f"checkpoint={directory}")
+    other = other_format(values)
+    check(other is None, f"checkpoint={directory}: is {other}; eagle-export reads EAGLE, EAGLE-3, P-EAGLE and Medusa")
+    return _draft_part(values, directory)
 
 
 def _draft_part(values: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -186,8 +204,11 @@ def _token_map(directory: Path) -> list[int] | None:
     return tokens.long().unique().tolist()
 
 
-def refuse_other(name: str, what: str, found: torch.Tensor | None, target: Target, directory: Path) -> None:
-    """Raise UserError for a file whose embedding or LM head differs from the target's: it is for another target."""
+def refuse_other(
+    name: str, what: str, found: torch.Tensor | None, target: Target, directory: Path, is_trained: bool = False
+) -> None:
+    """Raise UserError for a file whose embedding or LM head differs from the target's: it is for another target, or was
+    trained. `is_trained`: the file says so."""
     if found is None:
         return
     own = (target.embedding if what == "embedding" else target.lm_head.weight).cpu()
@@ -195,7 +216,9 @@ def refuse_other(name: str, what: str, found: torch.Tensor | None, target: Targe
     # head that is not used may have any shape.
     equal = (torch.equal(found.to(dtype), own.to(dtype)) for dtype in (torch.bfloat16, found.dtype))
     same = found.shape == own.shape and any(equal)
-    check(same, f"checkpoint={directory}: its {name} is not the {what} of {target.name}; give the draft's own target")
+    own_one = f"has an {what} of its own" + (" (trained)" if is_trained else "") + ", which our drafts do not have"
+    other = f"its {name} is not the {what} of {target.name}: it is for another target, or {own_one}"
+    check(same, f"checkpoint={directory}: {own_one if is_trained else other}")
 
 
 def _shape_of(
@@ -223,26 +246,54 @@ def _shape_of(
 
 
 def _llama_of(values: dict[str, Any]) -> LlamaConfig:
-    """The part of a config.json that determines what a Llama layer computes. Raises UserError for invalid values."""
+    """The part of a config.json that determines what a Llama layer computes; what it leaves out is as its `model_type`
+    says. Raises UserError for invalid values."""
     for key in _COUNTS:
         value = values.get(key, 1)
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         check(is_count, f"{key} is {shown(value)}, and must be a whole number of 1 or more")
     for key in _NUMBERS:
         check(_is_positive(values.get(key, 1)), f"{key} is {shown(values.get(key))}, and must be a number above 0")
-    width, heads = values["hidden_size"], values["num_attention_heads"]
-    parts = "head_dim" in values or width % heads == 0
-    check(parts, f"num_attention_heads is {heads}, and must divide hidden_size, {width}, as no head_dim is given")
-    keys = values.get("num_key_value_heads", heads)
-    check(heads % keys == 0, f"num_key_value_heads is {keys}, and must divide num_attention_heads, {heads}")
-    even = values.get("head_dim", width // heads)
-    check(even % 2 == 0, f"head_dim is {even}, and must be even, for rotary positions")
     known = {key: values[key] for key in (*_COUNTS, *_NUMBERS) if key in values}
     for key in _ROPE:
         if key in values:
             known[key] = _sound_rope(key, values[key])
-    with foreign(" and ".join(f"{key} {shown(known[key])}" for key in _ROPE if key in known) or "its values"):
+    what = " and ".join(f"{key} {shown(known[key])}" for key in _ROPE if key in known) or "its values"
+    with foreign(what):
+        known |= _of_family(values, known)
+    width, heads = known["hidden_size"], known["num_attention_heads"]
+    parts = "head_dim" in known or width % heads == 0
+    check(parts, f"num_attention_heads is {heads}, and must divide hidden_size, {width}, as no head_dim is given")
+    keys = known.get("num_key_value_heads", heads)
+    check(heads % keys == 0, f"num_key_value_heads is {keys}, and must divide num_attention_heads, {heads}")
+    even = known.get("head_dim", width // heads)
+    check(even % 2 == 0, f"head_dim is {even}, and must be even, for rotary positions")
+    with foreign(what):
         return LlamaConfig.from_dict(known)
+
+
+def _of_family(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """What engines read beside what is `known`: the defaults of transformers' class of a draft's `model_type`.
+
+    Empty for Llama, and for a class that does not describe layers. Raises UserError where no rotary settings are named,
+    and the class has several."""
+    family = values.get("model_type")
+    if family == LlamaConfig.model_type or family not in CONFIG_MAPPING:
+        return {}
+    own = {key: values[key] for key in (_LLAMA4_INNER,) if key in values}
+    text = CONFIG_MAPPING[family].from_dict(copy.deepcopy({**known, **own}))
+    if getattr(text, "hidden_size", None) != known["hidden_size"]:
+        return {}
+    found = {key: getattr(text, key, None) for key in _DEFAULTED if key not in known}
+    rope = getattr(text, "rope_parameters", None)
+    if rope and any(isinstance(value, dict) for value in rope.values()):  # by the type of a layer
+        named = any(key in known for key in ("rope_theta", *_ROPE))
+        check(named, f"names no rope_theta, and model_type {family} has one for each type of layer; add the draft's")
+    else:
+        found |= {"rope_parameters": rope}
+    if family == "llama4_text":
+        found["intermediate_size"] = text.intermediate_size_mlp
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _is_positive(value: Any) -> bool:

@@ -14,11 +14,26 @@ from eagle_train.errors import check, shown
 from eagle_train.models.target import Target
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_DFLASH = "dflash_config"  # where vLLM looks first for a mask token, in P-EAGLE drafts too
 _SPECULATORS = ("speculators_model_type", "speculators_config")
-OF_EAGLE3 = (*FLAGS, _IDS, "eagle_config", *_SPECULATORS, *MASK_TOKENS)  # keys of a config.json beside the layers'
+_TRAINED = "embed_requires_grad"
+# Keys of a config.json beside the layers'.
+OF_EAGLE3 = (*FLAGS, _IDS, "eagle_config", _DFLASH, *_SPECULATORS, *MASK_TOKENS, _TRAINED, "architectures")
+_POST_NORM = "return_hidden_post_norm"  # `norm_output` of ModelOpt
+# Keys of `eagle_config` that change what is computed, with the value of what our drafts compute.
+_OURS = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "eh_proj_before_attn": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+_KNOWN = (*_OURS, _IDS, "norm_before_fc", _POST_NORM, "parallel_draft_heads_num_layers", "eh_proj_bias")
 _HEAD, _OFFSETS = "lm_head.weight", "d2t"
 _FREE_OF_LENGTH = ("default", "linear", "llama3")  # RoPE types whose angles do not depend on the longest context
-_UNUSED = ("t2d", MASK)  # the inverse of d2t; of a draft that names no mask token
+_UNUSED = ("t2d", MASK)  # the inverse of d2t; what P-EAGLE's own line reads
 
 
 def eagle3_config(
@@ -33,17 +48,16 @@ def eagle3_config(
     llama.num_hidden_layers = text.num_hidden_layers  # by which layers to fuse are chosen and checked
     llama.max_position_embeddings = positions_of(llama, values, target)
     normed = values.get("speculators_model_type") == "eagle3"  # where norm_before_residual is not said
-    inner = values.get("eagle_config") or {}
-    check(isinstance(inner, dict), f"eagle_config is {shown(inner)}, and must be a mapping")
+    inner = _eagle_config(values, count)
     flags = {name: values.get(name, name == "norm_before_residual" and normed) for name in FLAGS}
     flags["norm_before_fc"] = inner.get("norm_before_fc", flags["norm_before_fc"])  # where vLLM looks first
+    flags["norm_output"] = inner.get(_POST_NORM) or flags["norm_output"]  # as TensorRT-LLM reads them
     for name, flag in flags.items():
         check(isinstance(flag, bool), f"{name} is {shown(flag)}, and must be true or false")
     tokens = None if _OFFSETS not in tensors else _tokens(tensors[_OFFSETS], target)
     made: type[Eagle3Config] = Eagle3Config
-    mask_token = next((values[name] for name in MASK_TOKENS if name in values), None)
-    if MASK in tensors and mask_token is not None:
-        check(isinstance(mask_token, int), f"the mask token is {shown(mask_token)}, and must be a token id")
+    if is_peagle(values, tensors):
+        mask_token = _mask_token(values)
         made, flags = PeagleConfig, flags | {"norm_output": True, "mask_token": mask_token, "steps": _steps(values)}
     return made.from_target(
         llama,
@@ -55,6 +69,54 @@ def eagle3_config(
         vocabulary=None if tokens is None else tokens.sort().values.tolist(),
         **flags,
     )
+
+
+def _eagle_config(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """ModelOpt's and SGLang's settings of an EAGLE-3 draft of so many layers, without those that are null. Raises
+    UserError for what our drafts do not compute, and for what is unknown and on."""
+    inner = values.get("eagle_config") or {}
+    check(isinstance(inner, dict), f"eagle_config is {shown(inner)}, and must be a mapping")
+    inner = {name: value for name, value in inner.items() if value is not None}
+    for name, value in inner.items():
+        place = f"eagle_config.{name} is {shown(value)}"
+        if name in _OURS and not (name == "next_layer_regular" and layers == 1):  # of the layers behind the first
+            check(value == _OURS[name], f"{place}, and our drafts compute as with {shown(_OURS[name])}")
+        known = name in _KNOWN or not value
+        check(known, f"{place}, which we do not know; take it out where it changes nothing of what is computed")
+    return inner
+
+
+def is_peagle(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a draft proposes all its tokens in one forward. Raises UserError where its config.json says so, and it
+    has no mask."""
+    names = [name for name in values.get("architectures") or [] if "peagle" in str(name).lower()]
+    if values.get("speculators_model_type") == "peagle":
+        names.append("speculators_model_type peagle")
+    check(not names or MASK in tensors, f"names {' '.join(names)}, and the file has no {MASK}")
+    return MASK in tensors
+
+
+def fuses_none(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that an EAGLE-3 draft reads the target's last state alone."""
+    inner = values.get("eagle_config")
+    return isinstance(inner, dict) and inner.get("use_aux_hidden_state") is False
+
+
+def trains_embedding(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that the draft's embedding was trained, as speculators' P-EAGLE does by default."""
+    return bool(values.get(_TRAINED, values.get("speculators_model_type") == "peagle"))
+
+
+def _mask_token(values: Mapping[str, Any]) -> int:
+    """The mask token, in vLLM's order. Raises UserError where none is named."""
+    inner = values.get(_DFLASH) or {}
+    check(isinstance(inner, dict), f"{_DFLASH} is {shown(inner)}, and must be a mapping")
+    found = [places[name] for places in (inner, values) for name in MASK_TOKENS if places.get(name) is not None]
+    check(bool(found), f"names no mask token, and the file has {MASK} (P-EAGLE); add pard_token, the mask token's id")
+    token = found[0]
+    sound = isinstance(token, int) and not isinstance(token, bool)
+    check(sound, f"the mask token is {shown(token)}, and must be a token id")
+    return token
 
 
 def _steps(values: Mapping[str, Any]) -> int | None:
@@ -85,14 +147,9 @@ def _window(values: Mapping[str, Any]) -> int | None:
     return window
 
 
-def _is_speculators(values: Mapping[str, Any]) -> bool:
-    return "speculators_model_type" in values
-
-
 def _layers(values: Mapping[str, Any], inner: Mapping[str, Any]) -> list[int] | None:
     """The fused layers' ids as vLLM counts them, which reads the top level first; SGLang's, in `eagle_config`, are one
     lower. An empty list names none, as to engines."""
-    check(inner.get("use_aux_hidden_state", True), "eagle_config.use_aux_hidden_state is false: no layers are fused")
     for ids, lower, name in ((values.get(_IDS), 0, _IDS), (inner.get(_IDS), 1, f"eagle_config.{_IDS}")):
         if ids is not None and ids != []:
             sound = isinstance(ids, list) and all(isinstance(each, int) for each in ids)

@@ -15,8 +15,8 @@ from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.target import Identity
 
 MASK = "mask_hidden"
-MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")
-"""Keys of a config.json that name the mask token, in the order in which they are read."""
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of a config.json that name the mask token, in the order in which vLLM reads them."""
 
 
 class _WithMask(Eagle3Layout):

@@ -227,6 +227,67 @@ def test_ids_of_sglang_alone_are_one_lower_and_rows_may_be_in_any_order(target, 
     assert same_draft(loaded, draft)
 
 
+def test_a_draft_without_fused_layers_is_told(target, tmp_path):
+    def change(config: dict, tensors: dict) -> None:
+        config["eagle_config"] = {"use_aux_hidden_state": False}
+        del tensors["fc.weight"]
+
+    with pytest.raises(UserError, match=r"no fc\.weight, so it fuses no layers \(eagle_config"):
+        load_foreign(of_others(target, tmp_path / "out", change), target)
+
+
+MODELOPT = {  # as ModelOpt writes it
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+    "eagle_aux_hidden_state_layer_ids": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"eagle_config": MODELOPT}, False),
+        ({"eagle_config": MODELOPT | {"return_hidden_post_norm": False, "of_a_later_release": False}}, False),
+        ({"eagle_config": MODELOPT | {"return_hidden_post_norm": True}}, True),
+        ({"eagle_config": {"next_layer_regular": False}, "norm_output": True}, True),  # one layer has no next
+    ],
+)
+def test_settings_of_modelopt_are_read(target, tmp_path, config, wanted):
+    out = of_others(target, tmp_path / "out", lambda values, tensors: values.update(config))
+    assert load_foreign(out, target).config.norm_output is wanted
+
+
+def of_family(family: str, **changes: Any) -> Callable[[dict, dict], None]:
+    """A config.json of this `model_type` that names no rotary settings."""
+
+    def change(config: dict, tensors: dict) -> None:
+        for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+            config.pop(name, None)
+        config |= {"model_type": family} | changes
+
+    return change
+
+
+def test_what_a_config_leaves_out_is_as_its_family_says(target, tmp_path):
+    rope = load_foreign(of_others(target, tmp_path / "oss", of_family("gpt_oss")), target).config.rope_parameters
+    assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("yarn", 150000.0, 32.0)
+    rope = load_foreign(of_others(target, tmp_path / "none", of_family("no_family")), target).config.rope_parameters
+    assert rope == {"rope_type": "default", "rope_theta": 10000.0}
+    inner = of_family("llama4_text", intermediate_size=64, intermediate_size_mlp=256)
+    found = load_foreign(of_others(target, tmp_path / "llama4", inner), target).config
+    assert (found.intermediate_size, found.rope_parameters["rope_theta"]) == (256, 500000.0)
+    named = of_family("gpt_oss", rope_parameters={"rope_type": "default", "rope_theta": 7e3})
+    rope = load_foreign(of_others(target, tmp_path / "named", named), target).config.rope_parameters
+    assert rope == {"rope_type": "default", "rope_theta": 7e3}
+    with pytest.raises(UserError, match="names no rope_theta, and model_type gemma3_text has one for each type of"):
+        load_foreign(of_others(target, tmp_path / "gemma", of_family("gemma3_text")), target)
+
+
 def of_others(target, place: Path, change: Callable[[dict, dict], Any], **kind: Any) -> Path:
     """An export for vLLM as others write theirs; `change`: of its config.json and its tensors."""
     out = exported(target, a_draft(target, **kind), place, "vllm")
@@ -281,6 +342,11 @@ def test_what_computes_the_same_is_read_the_same(target, tmp_path, change):
             "sliding_window is 0, and must be a whole",
         ),
         ({"embed_tokens.weight": torch.zeros(96, 128)}, {}, "is not the embedding of tiny-wide"),
+        ({}, {"eagle_config": {"eh_proj_before_attn": True}}, r"eh_proj_before_attn is True, .* compute as with False"),
+        ({}, {"eagle_config": {"parallel_draft_step": 4}}, r"parallel_draft_step is 4, .* compute as with 1"),
+        ({}, {"eagle_config": {"next_layer_regular": False}}, r"next_layer_regular is False, .* compute as with True"),
+        ({}, {"eagle_config": {"use_last_layernorm": False}}, r"use_last_layernorm is False, .* compute as with True"),
+        ({}, {"eagle_config": {"swirl": 2}}, r"eagle_config\.swirl is 2, which we do not know; take it out where"),
     ],
 )
 def test_drafts_of_others_that_are_none(target, tmp_path, changes, config, message):

@@ -56,9 +56,9 @@ def exported(target: Target, draft: PeagleDraft, out: Path, layout: str, **setti
 
 
 def of_others(out: Path, **changes) -> Path:
-    """The same directory without what says that it is ours."""
+    """The same directory without what says that it is ours, and with changes of its config.json."""
     config = json.loads((out / "config.json").read_text())
-    del config["eagle_train"]
+    config.pop("eagle_train", None)
     (out / "config.json").write_text(json.dumps(config | changes))
     return out
 
@@ -135,16 +135,44 @@ def test_a_flag_that_speculators_leave_out_is_false(target, tmp_path):
     assert load_foreign(out, target).config.norm_before_residual is False
 
 
-def test_without_a_mask_token_it_is_an_eagle3_draft(target, tmp_path):
-    out = of_others(exported(target, a_draft(target), tmp_path / "out", "vllm"), pard_token=None)
-    loaded = load_foreign(out, target)
-    assert loaded.config.kind == "eagle3"
-    assert "mask_hidden" not in loaded.state_dict()
+def test_the_mask_token_is_found_where_vllm_looks(target, tmp_path):
+    """First in `dflash_config`, then `mask_token_id`."""
+    out = exported(target, a_draft(target), tmp_path / "out", "vllm")
+    for places, wanted in ({"mask_token_id": 8}, 8), ({"mask_token_id": 8, "dflash_config": {"mask_token_id": 9}}, 9):
+        assert load_foreign(of_others(out, **places), target).config.mask_token == wanted
+
+
+@pytest.mark.parametrize("config", [{"architectures": ["PEagleDraftModel"]}, {"speculators_model_type": "peagle"}])
+def test_what_is_named_peagle_has_a_mask(target, tmp_path, config):
+    out = of_others(exported(target, a_draft(target), tmp_path / "out", "vllm"), **config)
+    tensors = load_file(out / "model.safetensors")
+    del tensors["mask_hidden"]
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(UserError, match=r"(?i)names .*peagle.*, and the file has no mask_hidden"):
+        load_foreign(out, target)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_embedding_of_its_own_is_told(target, tmp_path, layout):
+    """Speculators train it by default."""
+    out = of_others(exported(target, a_draft(target), tmp_path / "out", layout))
+    tensors = load_file(out / "model.safetensors")
+    save_file(tensors | {"embed_tokens.weight": target.embedding.detach() + 1}, out / "model.safetensors")
+    told = {
+        "vllm": "is not the embedding of tiny-wide: it is for another target, or has an embedding of its own, which",
+        "speculators": r"out: has an embedding of its own \(trained\), which our drafts do not have$",
+    }
+    with pytest.raises(UserError, match=told[layout]):
+        load_foreign(out, target)
+    if layout == "speculators":
+        with pytest.raises(UserError, match="it is for another target, or has"):
+            load_foreign(of_others(out, embed_requires_grad=False), target)
 
 
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
+        ({}, {"pard_token": None}, r"names no mask token, and the file has mask_hidden \(P-EAGLE\); add pard_token"),
         ({}, {"pard_token": "x"}, "the mask token is 'x', and must be a token id"),
         ({}, {"pard_token": 96}, r"draft\.mask_token=96: must be a token id of the target, below 96"),
         ({"mask_hidden": torch.zeros(1, 128)}, {}, "mask_hidden"),
