@@ -20,6 +20,7 @@ NAMES = {
     "speculators": "the format of speculators",
 }
 LAYOUTS = tuple(NAMES)
+_WHOSE = {"trtllm": "is of TensorRT-LLM's TensorRT backend, and"}  # its PyTorch backend reads other directories
 _TARGET = {"target": "the target"}  # whose own module it takes the place of
 
 
@@ -62,7 +63,8 @@ def check_runs(layout: str, draft: DraftConfig, quant: Quant) -> None:
     found = layout_of(layout, draft)
     own = ", ".join(["native", *draft.layouts])
     if found is None:
-        raise UserError(f"layout={layout}: is for no draft of draft={draft.kind}; use one of {own}")
+        whose = _WHOSE.get(layout, "is")
+        raise UserError(f"layout={layout}: {whose} for no draft of draft={draft.kind}; use one of {own}")
     reason = found.refusal(draft, quant)
     plain = "quant=none or " if found.refusal(draft, Quant()) is None else ""
     check(reason is None, f"layout={layout}: {NAMES[layout]} {reason}; use {plain}layout=native")

@@ -74,7 +74,7 @@ class Eagle3Config(StepsConfig):
             check(sound and wanted[-1] >= 1, f"{told} of serving engines; give draft.layers=[...], {right}")
         else:
             sound = isinstance(wanted, list) and all(isinstance(each, int) and 1 <= each < count for each in wanted)
-            check(sound, f"draft.layers={wanted}: must be numbers {right}; engines see no later states")
+            check(sound, f"draft.layers={wanted}: must be numbers {right}, the states that our drafts take")
         return {"layers": wanted, "target_vocab_size": text.vocab_size}
 
     @property

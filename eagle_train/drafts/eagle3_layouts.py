@@ -157,7 +157,6 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
     def own_reasons(self, draft: "Eagle3Config", quant: Quant) -> dict[str, bool]:
         whole = quant.scheme != "none" and quant.scope == "all_linear"
         return {
-            "has no norm over all fused layers, and this draft has one (draft.norm_before_fc)": draft.norm_before_fc,
             "begins layer 0's residual before its norm, and this draft's begins behind it "
             "(draft.norm_before_residual)": draft.norm_before_residual,
             "leaves fc out where one layer alone is fused (draft.layers)": len(draft.target_layers) == 1,
@@ -178,6 +177,10 @@ vllm serve {here}
 
 Its config.json names the target, {named}, which vLLM loads beside it: a name on the hub, or a path from where the
 command runs."""
+
+    def own_reasons(self, draft: "Eagle3Config", quant: Quant) -> dict[str, bool]:
+        both = draft.fc_norm and draft.norm_before_fc
+        return {"has norms of each fused layer (draft.fc_norm) or one over all, and this draft has both": both}
 
     def config(self, draft: "Eagle3Config", quant: Quant, dtype: str, target: Identity) -> dict[str, Any]:
         proposal = {"proposal_type": "greedy", "speculative_tokens": draft.levels or TOKENS}

@@ -33,6 +33,7 @@ WIDE = {
 LAYERS = 8
 FEW = {"vocab_size": 40, "vocabulary": [1, *range(10, 88, 2)]}
 KINDS = [{}, {"num_layers": 2, "norm_output": True, "fc_norm": True, **FEW}]
+ONE_NORM = {"norm_before_fc": True}
 VLLM_ALONE = {"norm_before_residual": True, "norm_before_fc": True, "layers": [3]}
 ENGINE = {"vllm": "vllm-eagle3", "sglang": "sglang-eagle3", "speculators": "vllm-eagle3"}
 
@@ -63,7 +64,7 @@ def same_draft(one: Eagle3Draft, other: Eagle3Draft) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["default", "few tokens"])
+@pytest.mark.parametrize("kind", [*KINDS, ONE_NORM], ids=["default", "few tokens", "one norm"])
 @pytest.mark.parametrize("layout", ENGINE)
 def test_an_export_is_whole_in_its_engine_and_ours(target, tmp_path, layout, kind):
     draft = a_draft(target, **kind)
@@ -332,7 +333,7 @@ def test_what_computes_the_same_is_read_the_same(target, tmp_path, change):
         (
             {},
             {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
-            r"draft\.layers=\[2, 4, 9\]: must be numbers from 1 to 7",
+            r"draft\.layers=\[2, 4, 9\]: must be numbers from 1 to 7, .*, the states that our drafts take$",
         ),
         ({}, {"norm_output": 1}, "norm_output is 1, and must be true or false"),
         ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types is .*must be the same for all"),
@@ -362,7 +363,11 @@ def test_drafts_of_others_that_are_none(target, tmp_path, changes, config, messa
 @pytest.mark.parametrize(
     ("kind", "layout", "reason"),
     [
-        ({"norm_before_fc": True}, "sglang", r"SGLang has no norm over all fused layers, .*draft\.norm_before_fc"),
+        (
+            {"norm_before_fc": True, "fc_norm": True},
+            "speculators",
+            r"has norms of each fused layer \(draft\.fc_norm\) or one over all, and this draft has both",
+        ),
         ({"norm_before_residual": True}, "sglang", r"SGLang begins layer 0's residual before its norm"),
         ({"layers": [3]}, "sglang", r"SGLang leaves fc out where one layer alone is fused"),
         ({"window": 1}, "sglang", r"SGLang knows no window of the token's own position alone \(draft\.window=1\)"),
@@ -371,7 +376,7 @@ def test_drafts_of_others_that_are_none(target, tmp_path, changes, config, messa
         (
             {},
             "trtllm",
-            r"^layout=trtllm: is for no draft of draft=eagle3; use one of native, vllm, sglang, speculators$",
+            r"^layout=trtllm: is of TensorRT-LLM's TensorRT backend, and for no draft of draft=eagle3; use one of",
         ),
     ],
 )

@@ -189,7 +189,11 @@ def test_drafts_of_others_that_are_none(target, tmp_path, tensors, config, messa
     ("kind", "layout", "reason"),
     [
         ({}, "sglang", r"^layout=sglang: SGLang has no P-EAGLE; use layout=native$"),
-        ({}, "trtllm", r"^layout=trtllm: is for no draft of draft=peagle; use one of native, vllm, sglang, specul"),
+        (
+            {},
+            "trtllm",
+            r"^layout=trtllm: is of TensorRT-LLM's TensorRT backend, and for no draft of draft=peagle; ",
+        ),
         ({"fc_norm": True}, "speculators", r"the format of speculators has for P-EAGLE no norm of each fused layer"),
     ],
 )

@@ -186,7 +186,7 @@ def vllm_eagle3(config: Config, tensors: Tensors, target: Config, is_parallel: b
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     errors += seen_layers(ids or default_layers(target), config, target, first=0)
     modules = [Linear("model.fc", "ReplicatedLinear", *fused(config)), *eagle3_linears(config)]
-    slots, offset = eagle3_norms(config, all_norms=True), target["num_hidden_layers"]
+    slots, offset = eagle3_norms(config), target["num_hidden_layers"]
     for module in modules:
         # The name that q, k and v of each layer were made with lacks `self_attn`; the feed-forward's is whole.
         name = re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + offset}", module.name)
@@ -271,11 +271,11 @@ def sglang_eagle3(config: Config, tensors: Tensors, target: Config) -> Loaded:
         return Loaded(errors=[*errors, f"architectures={config.get('architectures')}: must be LlamaForCausalLMEagle3"])
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     errors += seen_layers([each + 1 for each in ids or []] or default_layers(target), config, target, first=1)
-    ignored_flags = [name for name in ("norm_before_fc", "norm_before_residual") if config.get(name)]
-    errors += [f"{name}: not read, computed without" for name in ignored_flags]
+    if config.get("norm_before_residual"):
+        errors.append("norm_before_residual: not read, computed without")
     if len(ids or [0] * 3) == 1:
         errors.append("fc is left out: its inputs are as wide as the embedding")
-    slots = eagle3_norms(config, all_norms=False)
+    slots = eagle3_norms(config)
     slots |= slots_of(Linear("model.fc", "Linear", *fused(config), bias=bool(config.get("bias"))), None)
     for module in eagle3_linears(config):  # names in its quantisation lack the layer: prefixes are the model's own
         name = re.sub(r"layers\.\d+\.(self_attn\.)?", "", module.name)
@@ -316,8 +316,8 @@ def eagle3_linears(config: Config) -> Iterator[Linear]:
         yield replace(module, inputs=2 * config["hidden_size"]) if is_first else module
 
 
-def eagle3_norms(config: Config, all_norms: bool) -> dict[str, Slot]:
-    """`all_norms`: vLLM's, which makes both of a layer's input norms in every layer, and one over all that is fused."""
+def eagle3_norms(config: Config) -> dict[str, Slot]:
+    """Of vLLM and SGLang, which make both of a layer's input norms in every layer."""
     width, layers = config["hidden_size"], range(config["num_hidden_layers"])
     kinds = ("post_attention_layernorm", "input_layernorm", "hidden_norm")
     names = [f"model.layers.{layer}.{kind}.weight" for layer in layers for kind in kinds]
@@ -325,7 +325,8 @@ def eagle3_norms(config: Config, all_norms: bool) -> dict[str, Slot]:
     if config.get("fc_norm"):
         numbers = range(config.get("num_aux_hidden_states", 3))
         found |= {f"model.fc_norm.{i}.weight": Slot(f"model.fc_norm.{i}.weight", (width,)) for i in numbers}
-    if all_norms and config.get("norm_before_fc"):
+    inner = config.get("eagle_config") or {}
+    if inner.get("norm_before_fc", config.get("norm_before_fc")):  # applied first, then each part's own
         found["model.input_norm.weight"] = Slot("model.input_norm.weight", (fused(config)[1],))
     return found
 
