@@ -4,6 +4,7 @@ Its kind says where (`Draft.in_target`). It is read from there, and put back. Kn
 """
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from eagle_train.errors import UserError, check, foreign
 from eagle_train.models.directory import folder_of, weight_files
 from eagle_train.models.target import TargetEnds
 from eagle_train.ops.tensor_files import check_opens, tensors_of, write_tensors
+
+_OTHER_MODULE = re.compile(r"(?:\w+\.)*?mtp\w*\.(?:\d+\.)?")  # of Qwen3-Next, MiMo and Ernie, for some
 
 
 def check_in_target(shape: DraftConfig, hf_config: Any, path: str, field: str) -> None:
@@ -109,14 +112,20 @@ def _files_of(
 ) -> dict[str, Path]:
     """The file of each tensor below the draft's prefix. Raises UserError unless these are the draft's."""
     found: dict[str, Path] = {}
+    others: set[str] = set()  # where families other than DeepSeek's keep theirs
     for file in weight_files(folder, said):
         check(file.suffix == ".safetensors", f"{said}: {file.name} is no safetensors; give a checkpoint in safetensors")
         with foreign(f"{said}: {file.name}"):
             check_opens(file)
         with foreign(f"{said}: {file.name}"), safe_open(file, "pt") as tensors:
-            found |= {name: file for name in tensors.keys() if name.startswith(place.prefix)}  # noqa: SIM118, no mapping
-    check(bool(found), f"{said}: has no {place.prefix}*, so no draft of its own; {instead}")
+            names = tensors.keys()
+        found |= {name: file for name in names if name.startswith(place.prefix)}
+        others |= {where[0] for name in names if (where := _OTHER_MODULE.match(name))}
+    kind = draft.config.kind
+    theirs = f"has an MTP module under {min(others, default='')}*, which draft={kind} cannot take over"
+    none = theirs if others else f"has no {place.prefix}*, so no draft of its own"
+    check(bool(found), f"{said}: {none}; {instead}")
     odd = min((found.keys() - place.shared.keys()) ^ set(place.names.values()), default=None)
-    does, kind = "has" if odd in found else "lacks", draft.config.kind
+    does = "has" if odd in found else "lacks"
     check(odd is None, f"{said}: {does} {odd}, unlike draft={kind}; {instead}")
     return found

@@ -311,6 +311,19 @@ def test_a_draft_that_has_no_place_in_the_target_is_refused(root, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("place", ["mtp.", "model.mtp_layers.0.", "model.mtp_block.0."])
+def test_a_module_in_another_place_is_told(root, tmp_path, capsys, place):
+    """Qwen3-Next's, MiMo's and Ernie's."""
+    shutil.copytree(root / "target", tmp_path / "target")
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    own = {f"{place}norm.weight": torch.ones(32), f"{place}layers.0.mlp.up_proj.weight": torch.ones(2)}
+    save_file(tensors | own, tmp_path / "target" / "model.safetensors", {"format": "pt"})
+    assert refused(capsys, *for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target")) == (
+        f"train.init_from=target: target.path={tmp_path}/target: has an MTP module under {place}*, which draft=mtp "
+        "cannot take over; give train.init_from=null"
+    )
+
+
 def test_a_target_without_a_module(root, tmp_path, capsys):
     assert refused(capsys, *for_mtp(root, f"out={tmp_path}/run")) == (
         f"train.init_from=target: target.path={root}/target: has no model.layers.3.*, so no draft of its own; give "
