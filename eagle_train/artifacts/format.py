@@ -206,7 +206,8 @@ def read_config(directory: str | Path, field: str = "draft") -> dict[str, Any]:
 def read_artifact(directory: str | Path, field: str = "draft") -> Artifact:
     """The description in a directory that eagle-export wrote. Raises UserError for any other directory."""
     values, place = read_config(directory, field), f"{field}={directory}: {CONFIG}"
-    check(KEY in values, f"{place} has no {KEY!r}; give a directory that eagle-export wrote")
+    reads = f"eagle-export checkpoint={directory} target=PATH layout=native out=DIR reads a draft that others trained"
+    check(KEY in values, f"{place} has no {KEY!r}; give a directory that eagle-export wrote; {reads}")
     about = values[KEY]
     version = about.get("version") if isinstance(about, dict) else None
     check(version == VERSION, f"{place} has version {version}, must be {VERSION}; export the draft again")

@@ -176,6 +176,13 @@ def test_config_of_another_kind(saved, changes):
     refused(saved, "config.json" if "target" not in changes else "target")
 
 
+def test_a_draft_of_others_is_told_how_it_is_read(saved):
+    config = json.loads((saved / "config.json").read_text())
+    del config["eagle_train"]
+    (saved / "config.json").write_text(json.dumps(config))
+    refused(saved, f"; eagle-export checkpoint={saved} target=PATH layout=native out=DIR reads a draft that others")
+
+
 def test_other_target(saved):
     refused(saved, "fingerprint", identity=replace(IDENTITY, fingerprint="0" * 16))
     refused(saved, "vocab_size 96", "(97)", identity=replace(IDENTITY, vocab_size=97))
