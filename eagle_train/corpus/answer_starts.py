@@ -4,6 +4,7 @@ The rendering with the answer may not begin with that prompt; then the start is 
 contents. Knows nothing of where answers end (turns.py). DESIGN section 3.1.
 """
 
+from dataclasses import replace
 from functools import cached_property
 
 from eagle_train.corpus.content_checks import end_of
@@ -16,16 +17,19 @@ from eagle_train.corpus.conversations import (
     reasoning_of,
 )
 from eagle_train.corpus.reasoning import (
+    closes_reasoning,
     closings_of,
     inline_tags,
     is_closing,
     opening_of,
     reasoning_text,
     whole_tags,
-    with_fields,
+    with_field,
+    with_opening,
+    without_empty_reasoning,
 )
 from eagle_train.corpus.template import GENERATION_PROMPT, SENTINELS, ChatTemplate, Refused
-from eagle_train.errors import UserError, check
+from eagle_train.errors import UserError, check, shown
 
 _QUESTION = "".join(SENTINELS)  # the content of a question before an answer of SENTINELS
 
@@ -82,6 +86,14 @@ class AnswerStarts:
         answers = [[*before, {"role": "assistant", "content": content}] for content in SENTINELS]
         return in_common(*(self.template.render(messages, tools) for messages in answers))
 
+    def asked(self, prompt: str, conversation: Conversation, number: int) -> Conversation:
+        """The conversation, its answer without the empty reasoning block that the prompt has already."""
+        if not closes_reasoning(prompt):
+            return conversation
+        messages = list(conversation.messages)
+        messages[number] = without_empty_reasoning(messages[number])
+        return replace(conversation, messages=messages)
+
     def begun(self, prompt: str, conversation: Conversation, number: int) -> tuple[str, str] | None:
         """The tag that closes the reasoning which the prompt begins, and the row's reasoning; None if it begins none.
 
@@ -90,6 +102,7 @@ class AnswerStarts:
         message, tools = conversation.messages[number], conversation.tools
         tags = self._open_tag(prompt, tools)
         if tags is None:
+            self._check_closed(prompt, message, number, tools)
             return None
         opening, closing = tags
         reasoning = reasoning_text(message, closing, opening)
@@ -101,6 +114,30 @@ class AnswerStarts:
                 "(target.chat_template=FILE)"
             )
         return closing, reasoning
+
+    def _check_closed(self, prompt: str, message: Message, number: int, tools: list[dict] | None) -> None:
+        """Raise UserError for reasoning behind a prompt that closes the reasoning."""
+        has_more = bool(reasoning_of(message)) or inline_tags(message) is not None
+        check(
+            not (has_more and closes_reasoning(prompt)),
+            f"turn {number + 1}: the chat template's generation prompt ends in {prompt[-40:]!r}, which closes the "
+            "reasoning, and the turn has some: what the model writes there is unknown; leave reasoning out of the data"
+            f"{self.thinking('true', tools)}, or change data.template_kwargs or target.chat_template",
+        )
+
+    def check_reasoning(self, written: str, begun: tuple[str, str] | None, number: int) -> None:
+        """Raise UserError unless the model's text begins with the reasoning that the prompt begins (`begun`) and with
+        the tag that closes it, white space aside."""
+        if begun is None:
+            return
+        closing, reasoning = begun
+        wanted, found = ("".join(text.split()) for text in (reasoning + closing, written))
+        check(
+            found.startswith(wanted),
+            f"turn {number + 1}: the chat template does not continue its generation prompt with the turn's reasoning, "
+            f"{shown(reasoning.strip())}, but with {shown(written)}: give the reasoning as reasoning_content, or give another "
+            "template (target.chat_template=FILE)",
+        )
 
     def after_other_prompt(
         self, prompt: str, answered: str, conversation: Conversation, number: int, begun: tuple[str, str] | None
@@ -193,12 +230,27 @@ class AnswerStarts:
     def with_fields(self, conversation: Conversation) -> Conversation:
         """The conversation with inline reasoning as fields, if the template has its own place for the field.
 
-        Left in the content, such a template would add an empty reasoning block before it, or use other tags.
+        Left in the content, such a template would add an empty reasoning block before it, or use other tags. What is
+        left in the content gets the opening tag that it lacks.
         """
-        for tags in dict.fromkeys(filter(None, map(inline_tags, conversation.messages))):
-            if self._wants_field(tags):
-                conversation = with_fields(conversation, tags)
-        return conversation
+        messages = [self._with_field(message) for message in conversation.messages]
+        return replace(conversation, messages=messages)
+
+    def _with_field(self, message: Message) -> Message:
+        if self._closes_reasoning:
+            message = without_empty_reasoning(message)
+        tags = inline_tags(message)
+        if tags is None:
+            return message
+        return with_field(message, tags) if self._wants_field(tags) else with_opening(message, tags)
+
+    @cached_property
+    def _closes_reasoning(self) -> bool:
+        """Whether the generation prompt behind a plain question closes the reasoning."""
+        try:
+            return closes_reasoning(self.template.render([{"role": "user", "content": _QUESTION}], prompt=True))
+        except Refused:
+            return False
 
     def _wants_field(self, tags: tuple[str, str]) -> bool:
         if tags not in self.fielded:
@@ -219,7 +271,7 @@ class AnswerStarts:
             return False
         begin = len(whole_tags(in_common(prompt, inline)))
         at = inline.find(f"{opening}\n{reasoning}", begin)
-        is_behind = at >= 0 and inline[begin:at].strip() != ""
+        is_behind = at >= 0 and (inline[begin:at].strip() != "" or closes_reasoning(inline[:at]))
         own = field.rpartition(_QUESTION)[2]
         return reasoning in own and (is_behind or opening not in own)
 

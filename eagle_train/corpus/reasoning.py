@@ -7,7 +7,6 @@ import re
 
 from eagle_train.corpus.conversations import (
     REASONING_FIELDS,
-    Conversation,
     Message,
     content_of,
     is_answer,
@@ -33,6 +32,8 @@ CLOSING_TAG = re.compile("|".join(re.escape(closing) for _, closing in REASONING
 _LAST_TAG = re.compile(r"(<[^<>]+>|\[[^\[\]]+\]|◁[^◁▷]+▷)\s*\Z")
 _CUT_TAG = re.compile(r"(<[^<>\s]*|\[[^\[\]\s]*|◁[^◁▷\s]*)\Z")
 _NAME = re.compile("think|thought|reason", re.IGNORECASE)
+# What stands beside a tag that a sentence speaks of, and beside none that a model writes: r1\n</think>\n\na1.
+_BESIDE_WORD = " \t`'\""
 
 
 def opening_of(text: str) -> str | None:
@@ -61,6 +62,11 @@ def is_closing(text: str) -> bool:
     return tag[1] == "/" or "END" in tag or "_end" in tag or is_right_half
 
 
+def closes_reasoning(text: str) -> bool:
+    """Whether a text ends with a known tag that closes reasoning."""
+    return text.rstrip().endswith(tuple(closing for _, closing in REASONING_TAGS))
+
+
 def whole_tags(text: str) -> str:
     """The text without an incomplete tag at its end."""
     return _CUT_TAG.sub("", text)
@@ -83,11 +89,28 @@ def reasoning_text(message: Message, closing: str, opening: str) -> str | None:
 
 
 def inline_tags(message: Message) -> tuple[str, str] | None:
-    """The tags around the reasoning at the beginning of an answer's content; None without any."""
+    """The tags around the reasoning at the beginning of an answer's content; None without any.
+
+    The opening tag may be missing: where the prompt ends in it, the model does not write it.
+    """
     content = content_of(message).lstrip()
     if not is_answer(message) or reasoning_of(message):
         return None
-    return next(((one, other) for one, other in REASONING_TAGS if content.startswith(one) and other in content), None)
+    whole = ((one, other) for one, other in REASONING_TAGS if content.startswith(one) and other in content)
+    return next(whole, None) or next((tags for tags in REASONING_TAGS if _lacks_opening(content, *tags)), None)
+
+
+def _lacks_opening(content: str, opening: str, closing: str) -> bool:
+    """Whether a content has a closing tag without an opening one, and not as a word of a sentence."""
+    before, found, after = content.partition(closing)
+    is_word = before[-1:] in tuple(_BESIDE_WORD) and after[:1] in tuple(_BESIDE_WORD)
+    return found != "" and opening not in content and not is_word
+
+
+def inline_reasoning(message: Message, tags: tuple[str, str]) -> str:
+    """The reasoning between these tags in an answer's content, without white space around it."""
+    opening, closing = tags
+    return content_of(message).partition(closing)[0].lstrip().removeprefix(opening).strip()
 
 
 def cut_tag(message: Message) -> str | None:
@@ -99,15 +122,19 @@ def cut_tag(message: Message) -> str | None:
     return next((opening for opening, rest in last if rest.startswith(opening)), None)
 
 
-def _with_field(message: Message, tags: tuple[str, str]) -> Message:
-    """The message with its inline reasoning moved into a field."""
-    opening, closing = tags
-    text, _, content = content_of(message).partition(closing)
-    reasoning = text.lstrip().removeprefix(opening).strip()
+def with_field(message: Message, tags: tuple[str, str]) -> Message:
+    """The message with its inline reasoning moved into a field; without a field if it is empty."""
+    content, reasoning = content_of(message).partition(tags[1])[2], inline_reasoning(message, tags)
     return {**message, "content": content.lstrip("\n"), **({REASONING_FIELDS[0]: reasoning} if reasoning else {})}
 
 
-def with_fields(conversation: Conversation, tags: tuple[str, str]) -> Conversation:
-    """The conversation with the inline reasoning between these tags moved into fields."""
-    messages = [_with_field(each, tags) if inline_tags(each) == tags else each for each in conversation.messages]
-    return Conversation(messages, conversation.tools, conversation.muted)
+def without_empty_reasoning(message: Message) -> Message:
+    """The message without the reasoning block in its content, if that is empty."""
+    tags = inline_tags(message)
+    return message if tags is None or inline_reasoning(message, tags) else with_field(message, tags)
+
+
+def with_opening(message: Message, tags: tuple[str, str]) -> Message:
+    """The message with the opening tag of its inline reasoning, if that is missing."""
+    opening, content = tags[0], content_of(message)
+    return message if opening in content else {**message, "content": f"{opening}\n{content.lstrip()}"}

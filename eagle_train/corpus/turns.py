@@ -75,8 +75,10 @@ class TurnFinder:
         return turn
 
     def turn(self, conversation: Conversation, number: int) -> Turn:
-        messages, tools = conversation.messages, conversation.tools
-        prompt, spans = self.template.render(messages[:number], tools, prompt=True), None
+        tools, spans = conversation.tools, None
+        prompt = self.template.render(conversation.messages[:number], tools, prompt=True)
+        conversation = self.answer_starts.asked(prompt, conversation, number)
+        messages = conversation.messages
         tag = cut_tag(messages[number])
         check(
             tag is None,
@@ -94,6 +96,7 @@ class TurnFinder:
         else:
             written = self.answer_starts.after_other_prompt(prompt, answered, conversation, number, begun)
             spans = None if spans is None else _shifted(spans, answered, prompt, written)
+        self.answer_starts.check_reasoning(written, begun, number)
         written = self.to_its_stop(prompt, written, conversation, number)
         if spans is None:
             return Turn(prompt, written)

@@ -131,6 +131,29 @@ def test_reasoning_within_the_content_is_learnt_as_it_stands(name):
     )
 
 
+@pytest.mark.parametrize("content", ["r1\n</think>\n\na1", "r1</think>a1"])
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("qwen3", "<think>\nr1\n</think>\n\na1<|im_end|>"),
+        ("gpt_oss", RIGHT["gpt_oss"]["reasoning"][1]),
+        ("glm45", "\n<think>r1</think>\na1<|user|>"),
+        ("deepseek_r1", "r1\n</think>\n\na1<|end_of_sentence|>"),
+    ],
+)
+def test_reasoning_without_its_opening_tag_is_reasoning(name, right, content):
+    """Servers return it so where the prompt ends in the tag."""
+    renderer = renderer_of(name)
+    assert supervised_texts(renderer, renderer([user("q"), said(content)])) == [right]
+
+
+@pytest.mark.parametrize("content", ["Use the </think> tag.", "It is `</think>`."])
+def test_a_tag_that_an_answer_speaks_of_is_no_reasoning(content):
+    renderer = renderer_of("gpt_oss")
+    right = f"<|channel|>final<|message|>{content}<|return|>"
+    assert supervised_texts(renderer, renderer([user("q"), said(content)])) == [right]
+
+
 THINKING = (  # its generation prompt begins the reasoning that its rendering of an answer has too
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -173,6 +196,38 @@ def test_a_prompt_that_begins_the_reasoning_is_followed_by_the_rows_reasoning_al
     if template == THINKS_OR_CLOSES:
         documents = renderer([user("q"), said("a", reasoning_content="hm")])
         assert supervised_texts(renderer, documents) == ["hm\n</think>\n\na<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [THINKING, THINKS_OR_CLOSES])
+def test_reasoning_without_its_opening_tag_behind_a_prompt_that_has_it(template):
+    renderer = ChatRenderer(chat_templates.tokenizer_of("qwen3", template=template))
+    for content in ("hm\n</think>\n\na", "<think>\nhm\n</think>\n\na"):
+        assert supervised_texts(renderer, renderer([user("q"), said(content)])) == ["hm\n</think>\n\na<|im_end|>"]
+
+
+def test_an_answer_without_the_reasoning_that_its_prompt_begins_is_refused():
+    """A template that knows no reasoning writes an empty block, and the reasoning behind it."""
+    template = THINKS_OR_CLOSES.replace("m.reasoning_content", "''")
+    renderer = ChatRenderer(chat_templates.tokenizer_of("qwen3", template=template))
+    with pytest.raises(UserError, match=r"turn 2: the chat template does not continue .* reasoning, 'hm', but with"):
+        renderer([user("q"), said("hm\n</think>\n\na")])
+
+
+NOT_THINKING = THINKS_OR_CLOSES.replace("nt\n<think>\n{% endif %}", "nt\n<think>\n\n</think>\n\n{% endif %}")
+
+
+@pytest.mark.parametrize("empty", ["<think>\n\n</think>\n\n", "</think>\n\n"])
+@pytest.mark.parametrize("template", [chat_templates.source("qwen3"), NOT_THINKING])
+def test_behind_a_prompt_that_closes_the_reasoning_there_is_none(template, empty):
+    """Data of a server have the empty block in the content, which the prompt has already."""
+    tokenizer = chat_templates.tokenizer_of("qwen3", template=template)
+    renderer = ChatRenderer(tokenizer, template_kwargs={"enable_thinking": False})
+    documents = renderer([user("q1"), said(f"{empty}a1"), user("q2"), said(f"{empty}a2")])
+    assert supervised_texts(renderer, documents) == ["a1<|im_end|>", "a2<|im_end|>"]
+    assert "</think>\n\n<think>" not in documents[-1].text
+    for content in ("<think>\nhm\n</think>\n\na", "hm\n</think>\n\na"):
+        with pytest.raises(UserError, match=r"turn 2: .* prompt ends in .*</think>.*, which closes the reasoning"):
+            renderer([user("q"), said(content)])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "chatml", "deepseek_r1"])
