@@ -135,7 +135,7 @@ class AnswerStarts:
         check(
             found.startswith(wanted),
             f"turn {number + 1}: the chat template does not continue its generation prompt with the turn's reasoning, "
-            f"{shown(reasoning.strip())}, but with {shown(written)}: give the reasoning as reasoning_content, or give another "
+            f"{shown(reasoning.strip())}, but with {shown(written)}: give it as reasoning_content, or give another "
             "template (target.chat_template=FILE)",
         )
 
