@@ -237,20 +237,10 @@ class AnswerStarts:
         return replace(conversation, messages=messages)
 
     def _with_field(self, message: Message) -> Message:
-        if self._closes_reasoning:
-            message = without_empty_reasoning(message)
         tags = inline_tags(message)
         if tags is None:
             return message
         return with_field(message, tags) if self._wants_field(tags) else with_opening(message, tags)
-
-    @cached_property
-    def _closes_reasoning(self) -> bool:
-        """Whether the generation prompt behind a plain question closes the reasoning."""
-        try:
-            return closes_reasoning(self.template.render([{"role": "user", "content": _QUESTION}], prompt=True))
-        except Refused:
-            return False
 
     def _wants_field(self, tags: tuple[str, str]) -> bool:
         if tags not in self.fielded:

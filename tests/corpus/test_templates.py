@@ -147,6 +147,12 @@ def test_reasoning_without_its_opening_tag_is_reasoning(name, right, content):
     assert supervised_texts(renderer, renderer([user("q"), said(content)])) == [right]
 
 
+def test_reasoning_that_stays_in_the_content_gets_its_opening_tag():
+    renderer = renderer_of("chatml")
+    learnt = supervised_texts(renderer, renderer([user("q"), said("r1\n</think>\n\na1")]))
+    assert learnt == ["<think>\nr1\n</think>\n\na1<|im_end|>"]
+
+
 @pytest.mark.parametrize("content", ["Use the </think> tag.", "It is `</think>`."])
 def test_a_tag_that_an_answer_speaks_of_is_no_reasoning(content):
     renderer = renderer_of("gpt_oss")
