@@ -3,7 +3,7 @@
 - `source`: the config of the data, and opening it; `file_formats`, `json_files`, `arrow_files`,
   `plain_files`: reading rows of files
 - `rows`: a row as it was read, with its place; `columns`: which columns each format reads
-- `conversations`: a row of any format as messages in OpenAI's form
+- `conversations`: a row of any format as messages in OpenAI's form; `channels`: those of Harmony
 - `template`: the target's chat template; `turns`: the prompt and the model's text of each of the assistant's turns,
   with `answer_starts` (where the model begins), `reasoning` (its tags), `content_checks` and `round_trip` (no part of a
   conversation is lost)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from eagle_train.corpus.channels import folded
 from eagle_train.corpus.columns import FORMATS, column, tools_column
 from eagle_train.errors import UserError, check, shown
 
@@ -50,7 +51,7 @@ REASONING_FIELDS = (
     "thinking",
 )  # the names of the reasoning field in templates and servers
 # What a ShareGPT turn may have beside speaker and text.
-_EXTRAS = ("weight", "name", "tool_calls", "tool_call_id", *REASONING_FIELDS)
+_EXTRAS = ("weight", "name", "tool_calls", "tool_call_id", "channel", "recipient", *REASONING_FIELDS)
 
 Message = dict[str, Any]
 
@@ -82,9 +83,9 @@ def to_messages(
 
     `columns` maps the format's keys (`FORMATS`, `BESIDE`) to the row's columns; the default is a column of the key's
     name. `roles`: see `ROLES`; keys are in lower case. Other fields of a message (reasoning_content, say) are kept for
-    the template unless they are None. Calls become OpenAI's `tool_calls`, with mappings as arguments where these are
-    JSON objects. Raises UserError, without the row's place, for a row without turns and for invalid roles, contents
-    and calls.
+    the template unless they are None. Harmony's messages in channels become one a turn. Calls become OpenAI's
+    `tool_calls`, with mappings as arguments where these are JSON objects. Raises UserError, without the row's place,
+    for a row without turns and for invalid roles, contents and calls.
     """
     if data_format == "messages":
         turns = _turns_of(row, "messages", columns)
@@ -97,6 +98,7 @@ def to_messages(
         _check_answers(answers, columns, roles)
         turns = [*_with_input(_as_turns(prompt, "user"), row, columns), *answers]
     check(len(turns) > 0, "the row has no turns")
+    turns = folded(turns, lambda role: isinstance(role, str) and _known_role(role, roles) == "assistant")
     return [*_system_of(row, columns, turns), *(_validated(turn, roles) for turn in turns)]
 
 
@@ -229,14 +231,18 @@ def _reasoning_as_field(turn: Message, content: Any) -> tuple[Message, Any]:
 
 def _role_of(speaker: Any, roles: Mapping[str, str]) -> str:
     check(isinstance(speaker, str), f"a turn's role must be a string, not {speaker!r}")
-    name = speaker.strip().lower()
-    known = roles.get(name, roles.get(re.sub(r"[\s-]+", "_", name)))
+    known = _known_role(speaker, roles)
     if known is None:
         raise UserError(
             f"a turn's role must be one of {', '.join(roles)}, not {speaker!r}; "
             f"'data.roles={{{speaker}: user}}' maps it"
         )
     return known
+
+
+def _known_role(speaker: str, roles: Mapping[str, str]) -> str | None:
+    name = speaker.strip().lower()
+    return roles.get(name, roles.get(re.sub(r"[\s-]+", "_", name)))
 
 
 def _joined(content: Any, role: str) -> Any:

@@ -147,14 +147,14 @@ def test_conversation_without_assistant_produces_nothing():
 
 def test_template_that_rewrites_earlier_turns_gives_a_document_for_each():
     renderer = ChatRenderer(make_tokenizer(FORGETFUL, merges=0))
-    thought = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "hm</think>a"}]
-    assert produced_text(renderer, thought) == "hm</think>a<|im_end|>"
+    thought = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>hm</think>a"}]
+    assert produced_text(renderer, thought) == "<think>hm</think>a<|im_end|>"
     first, second = renderer(thought + thought)
     for document in (first, second):
-        assert renderer.tokenizer.decode(document.tokens[document.produced]) == "hm</think>a<|im_end|>"
+        assert renderer.tokenizer.decode(document.tokens[document.produced]) == "<think>hm</think>a<|im_end|>"
     turn = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    assert first.text == f"{turn}hm</think>a<|im_end|>"
-    assert second.text == f"{turn}a<|im_end|>\n{turn}hm</think>a<|im_end|>"
+    assert first.text == f"{turn}<think>hm</think>a<|im_end|>"
+    assert second.text == f"{turn}a<|im_end|>\n{turn}<think>hm</think>a<|im_end|>"
 
 
 def test_prompt_that_is_no_prefix_is_refused():
