@@ -311,7 +311,8 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 def test_calls_reasoning_and_null_contents_are_kept_and_tools_are_sent(made, tmp_path):
     """After a call comes its result, which nobody has: the conversation ends with it."""
     turns = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant", "user")]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns, "tools": TOOLS}])
+    beside = {"tools": TOOLS, "chat_template_kwargs": {"tone": "dry"}}
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns, **beside}])
     asked = []
 
     def answer(body: dict, number: int) -> tuple[int, dict | str]:
@@ -327,7 +328,8 @@ def test_calls_reasoning_and_null_contents_are_kept_and_tools_are_sent(made, tmp
         return 200, {"choices": [{"message": message, "finish_reason": "tool_calls" if number == 2 else "stop"}]}
 
     with server(answer) as url:
-        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", f"data.path={path}") == 0
+        usual = "data.template_kwargs={tone: warm, size: 1}"
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", f"data.path={path}", usual) == 0
     (row,) = read_jsonl(tmp_path / "out.jsonl")
     assert row == {
         "row": 1,
@@ -337,10 +339,11 @@ def test_calls_reasoning_and_null_contents_are_kept_and_tools_are_sent(made, tmp
             turns[2],
             {"role": "assistant", "content": None, "tool_calls": CALLS},
         ],
-        "tools": TOOLS,
+        **beside,
         "finish_reasons": ["stop", "tool_calls"],
     }
     assert [body["tools"] for body in asked] == [TOOLS] * 2
+    assert [body["chat_template_kwargs"] for body in asked] == [{"tone": "dry", "size": 1}] * 2
     # by the name that the server has for it
     assert asked[1]["messages"] == [turns[0], {"role": "assistant", "content": "x", "reasoning": "so"}, turns[2]]
 

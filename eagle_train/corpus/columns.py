@@ -17,8 +17,10 @@ FORMATS = {
     "text": ("text",),
 }
 # Further columns. `system` and Alpaca's `input`, which is appended to the prompt, are read where they are mapped, and
-# `tools` always: a call makes no sense without them.
-_CONVERSED = ("system", "tools")
+# `tools` and `chat_template_kwargs` always: a call makes no sense without its tools, nor does a rendering without the
+# row's variables.
+VARIABLES = "chat_template_kwargs"
+_CONVERSED = ("system", "tools", VARIABLES)
 BESIDE = {
     "messages": _CONVERSED,
     "sharegpt": _CONVERSED,
@@ -34,7 +36,7 @@ _ASKING = ("user", "human", "prompter")
 _TELLING = re.compile(
     "system|system_prompt|tools|functions|inputs?|instructions?|outputs?|responses?|completion|prompt|query|question"
     "|answer|history|context|documents|messages|conversations?|dialog|text|reasoning|reasoning_content|thinking|chosen"
-    "|rejected|images?|videos?|audios?|tool_calls|weight",
+    "|rejected|images?|videos?|audios?|tool_calls|weight|label|chat_template_kwargs",
     re.IGNORECASE,
 )
 # Likewise names of fields of a turn.
@@ -102,7 +104,7 @@ def unread_columns(row: Mapping, data_format: str, columns: Mapping[str, str | N
     """The row's columns, and fields of its turns (messages.NAME), that are not empty, look like data and are unread."""
     keys = FORMATS[data_format]
     read = {columns.get(key, key) for key in keys} | {columns.get(key) for key in BESIDE[data_format]}
-    read |= {tools_column(row, columns)} if "tools" in BESIDE[data_format] else set()
+    read |= {tools_column(row, columns), columns.get(VARIABLES, VARIABLES)} if BESIDE[data_format] else set()
     others = {name: value for name, value in row.items() if name not in read and not _is_empty(value)}
     names = [name for name, value in others.items() if _TELLING.fullmatch(str(name)) or _format_of(value) is not None]
     turns = row.get(columns.get(keys[0], keys[0]))

@@ -7,11 +7,11 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_train.corpus.channels import folded
-from eagle_train.corpus.columns import FORMATS, column, tools_column
+from eagle_train.corpus.columns import FORMATS, VARIABLES, column, tools_column
 from eagle_train.errors import UserError, check, shown
 
 SUPERVISE = ("assistant", "last", "all")
@@ -59,21 +59,24 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     """Messages with known roles. `tools`: OpenAI function schemas, or None. `muted`: numbers of the assistant messages
-    that are not supervised (OpenAI's weight 0)."""
+    that are not supervised (OpenAI's weight 0). `variables`: the chat template's own for this row, over
+    `data.template_kwargs`."""
 
     messages: list[Message]
     tools: list[dict] | None = None
     muted: frozenset[int] = frozenset()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def conversation_of(
     row: Mapping, data_format: str, columns: Mapping[str, str | None], roles: Mapping[str, str] = ROLES
 ) -> Conversation:
-    """A row of any format but text. Raises UserError as `to_messages` does, and for invalid tools and weights."""
+    """A row of any format but text. Raises UserError as `to_messages` does, and for invalid tools, weights and
+    variables."""
     messages = to_messages(row, data_format, columns, roles)
     muted = [number for number, message in enumerate(messages) if _weight_of(message) == 0]
     messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-    return Conversation(messages, _tools_of(row, columns), frozenset(muted))
+    return Conversation(messages, _tools_of(row, columns), frozenset(muted), _variables_of(row, columns))
 
 
 def to_messages(
@@ -334,6 +337,18 @@ def _tool_of(tool: Any, field: str) -> dict:
     named = isinstance(function, dict) and isinstance(function.get("name"), str)
     check(named, f"{field} must hold function schemas, not {shown(tool)}; data.columns.tools=null ignores the column")
     return tool if "function" in tool else {"type": "function", "function": tool}
+
+
+def _variables_of(row: Mapping, columns: Mapping[str, str | None]) -> dict[str, Any]:
+    """The row's variables of the chat template, those that are None left out. Raises UserError unless they are an
+    object."""
+    name = columns.get(VARIABLES, VARIABLES)
+    what = f"the column {name!r}"
+    value = _decoded(row.get(name), what) if name else None
+    if value is None:
+        return {}
+    check(isinstance(value, dict), f"{what} must hold an object of variables, not {shown(value)}")
+    return {key: each for key, each in value.items() if each is not None}
 
 
 def _weight_of(message: Message) -> int:

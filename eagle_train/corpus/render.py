@@ -3,16 +3,19 @@
 Knows nothing of files, packing or training: a row in, its documents out. DESIGN section 3.1.
 """
 
+import copy
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from eagle_train.corpus.columns import VARIABLES
 from eagle_train.corpus.content_checks import NotAsJson, check_read, check_tools
 from eagle_train.corpus.conversations import (
     REASONING_FIELDS,
@@ -24,11 +27,12 @@ from eagle_train.corpus.conversations import (
     is_answer,
 )
 from eagle_train.corpus.source import SourceConfig
-from eagle_train.corpus.template import ChatTemplate, Refused, TemplateFault
+from eagle_train.corpus.template import ChatTemplate, Refused, TemplateFault, check_template_kwargs
 from eagle_train.corpus.tokens import Document, Encoder, Span, check_text, document, misfit
 from eagle_train.corpus.turns import Turn, TurnFinder
 from eagle_train.errors import UserError, check
 
+_MOST_OTHERS = 64  # sets of the rows' own variables whose templates are kept
 _OF_FORMS = (Refused, NotAsJson)  # errors that another form of the tool calls may avoid
 
 
@@ -55,12 +59,42 @@ class ChatRenderer:
         self.notes: dict[str, None] = {}
         if num_embeddings is not None and (note := misfit(tokenizer, num_embeddings)):
             self.notes[note] = None
-        self.template = ChatTemplate(self.tokenizer, template_kwargs, date)
         eos = self.tokenizer.eos_token_id
         self.stop_ids = frozenset([*stop_ids, *([] if eos is None else [eos])])
         self.stops = tuple(_text_of(self.tokenizer, token) for token in sorted(self.stop_ids))
-        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self.finder = TurnFinder(self.template, self.stops, special, self.notes)
+        self.special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._set_template(ChatTemplate(self.tokenizer, template_kwargs, date))
+
+    def _set_template(self, template: ChatTemplate) -> None:
+        self.template = template
+        self.others: dict[str, ChatRenderer] = {}  # by the variables that rows have over this one's
+        self.finder = TurnFinder(template, self.stops, self.special, self.notes)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> "ChatRenderer":
+        """The renderer with these variables of the chat template over its own; it takes its notes where this one does.
+
+        What is known of a template's renderings holds for one set of variables. Raises UserError for invalid ones.
+        """
+        if not variables:
+            return self
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self.others:
+            check_template_kwargs(variables, VARIABLES)
+            self._note_unread(variables)
+            if len(self.others) >= _MOST_OTHERS:
+                self.others.clear()
+            other = copy.copy(self)
+            other._set_template(
+                ChatTemplate(self.tokenizer, self.template.kwargs | dict(variables), self.template.date)
+            )
+            self.others[key] = other
+        return self.others[key]
+
+    def _note_unread(self, variables: Mapping[str, Any]) -> None:
+        known = self.template.variables() | self.template.variables([])
+        for name, value in variables.items():
+            if name not in known and value not in ("", [], {}):
+                self.notes[f"{VARIABLES}.{name} of the data: the chat template reads no such variable"] = None
 
     def __call__(self, conversation: Conversation | list[Message]) -> list[Document]:
         """The documents of a conversation: one, if every prompt of a server begins with the prompt before and the
@@ -71,6 +105,11 @@ class ChatRenderer:
         """
         if isinstance(conversation, list):
             conversation = Conversation(conversation)
+        if conversation.variables:
+            other = self.with_variables(conversation.variables)
+            documents = other(replace(conversation, variables={}))
+            self.template.has_read_clock |= other.template.has_read_clock
+            return documents
         try:
             return self._first_that_renders(conversation)
         except Refused as error:

@@ -97,8 +97,8 @@ def read_questions(data: DataConfig, limit: int, requests: Requests, longest: in
 
 
 def _question_of(placed: PlacedRow, data: DataConfig, requests: Requests, renderer: ChatRenderer) -> Question | None:
-    """A row up to its first answer; None for one without a user's turn, with tools, or malformed where these are
-    skipped."""
+    """A row up to its first answer; None for one without a user's turn, with tools or variables of its own, or
+    malformed where these are skipped."""
     place = placed[0]
     try:
         conversation = conversation_of(parse(*placed), data.format, data.columns, data.speakers)
@@ -107,7 +107,7 @@ def _question_of(placed: PlacedRow, data: DataConfig, requests: Requests, render
             return None
         raise
     roles = [message["role"] for message in conversation.messages]
-    if "user" not in roles or conversation.tools:
+    if "user" not in roles or conversation.tools or conversation.variables:
         return None
     asked = roles.index("user")
     end = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)

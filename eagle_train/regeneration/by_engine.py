@@ -34,30 +34,30 @@ def answer_by_engine(
     engine = Engine(target, drafter, max_batch_size=config.batch_size, prefill_tokens=None)
     requests, data = Requests(target), config.data
     kwargs = data.template_kwargs
-    parser = AnswerParser(
-        ChatRenderer(target.tokenizer, stop_ids=requests.stop_ids, template_kwargs=kwargs, date=data.date)
-    )
+    renderer = ChatRenderer(target.tokenizer, stop_ids=requests.stop_ids, template_kwargs=kwargs, date=data.date)
     while chunk := list(islice(dialogues, BATCHES_AHEAD * config.batch_size)):
         asked = chunk
         while asked := [dialogue for dialogue in asked if dialogue.next_turn()]:
-            _answer_turn(engine, requests, parser, asked, config)
+            _answer_turn(engine, requests, renderer, asked, config)
         yield from chunk
 
 
 def _answer_turn(
-    engine: Engine, requests: Requests, parser: AnswerParser, dialogues: list[Dialogue], config: RegenerateConfig
+    engine: Engine, requests: Requests, renderer: ChatRenderer, dialogues: list[Dialogue], config: RegenerateConfig
 ) -> None:
-    tried = [(dialogue, _prompt_of(requests, parser, dialogue)) for dialogue in dialogues]
-    prompts = [(dialogue, prompt) for dialogue, prompt in tried if prompt is not None]
-    tokens = [parser.tokens(prompt) for _, prompt in prompts]
-    params = [config.params_for(dialogue.seed) for dialogue, _ in prompts]
-    for (dialogue, prompt), output in zip(prompts, engine.generate(tokens, params), strict=True):
+    tried = [(dialogue, _prompt_of(requests, renderer, dialogue)) for dialogue in dialogues]
+    prompts = [(dialogue, *found) for dialogue, found in tried if found is not None]
+    tokens = [parser.tokens(prompt) for _, parser, prompt in prompts]
+    params = [config.params_for(dialogue.seed) for dialogue, _, _ in prompts]
+    for (dialogue, parser, prompt), output in zip(prompts, engine.generate(tokens, params), strict=True):
         _add_output(parser, dialogue, prompt, output)
 
 
-def _prompt_of(requests: Requests, parser: AnswerParser, dialogue: Dialogue) -> str | None:
-    """The text that the target is given; None, and the dialogue has failed, if the engine refuses it."""
+def _prompt_of(requests: Requests, renderer: ChatRenderer, dialogue: Dialogue) -> tuple[AnswerParser, str] | None:
+    """The parser of the row's answers and the text that the target is given; None, and the dialogue has failed, if the
+    engine refuses it."""
     try:
+        parser = AnswerParser(renderer.with_variables(dialogue.variables))
         prompt = parser.prompt(dialogue.messages, dialogue.tools)
         requests.sequence(0, parser.tokens(prompt), SamplingParams())
     except UserError as error:
@@ -65,7 +65,7 @@ def _prompt_of(requests: Requests, parser: AnswerParser, dialogue: Dialogue) -> 
     except Exception as error:  # a template is a program and may raise anything
         dialogue.failed = f"it cannot be rendered: {type(error).__name__}: {one_line(error)}"
     else:
-        return prompt
+        return parser, prompt
     return None
 
 

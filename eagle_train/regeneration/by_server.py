@@ -97,8 +97,8 @@ def _body_of(config: RegenerateConfig, dialogue: Dialogue) -> dict[str, Any]:
     }
     if params.top_k:
         body["top_k"] = params.top_k
-    if config.data.template_kwargs:
-        body["chat_template_kwargs"] = config.data.template_kwargs
+    if variables := (config.data.template_kwargs or {}) | dict(dialogue.variables):
+        body["chat_template_kwargs"] = variables
     return body | ({"tools": dialogue.tools} if dialogue.tools else {})
 
 

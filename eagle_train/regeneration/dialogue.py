@@ -3,8 +3,11 @@
 Knows nothing of who answers.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from eagle_train.corpus.columns import VARIABLES
 from eagle_train.corpus.conversations import REASONING_FIELDS, Message, conversation_of
 from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, Row, behind_place, parse
 from eagle_train.corpus.source import DataConfig
@@ -20,7 +23,8 @@ class Dialogue:
 
     `turns`: the messages before each answer. `messages`: those sent so far, and their answers. `failed`: why the row is
     left out, None while it is not; `given_up`: because a server did not answer. `reasoning`: the server's name for the
-    reasoning field. `retokenised`: how many answers have the text that was written, but other tokens.
+    reasoning field. `retokenised`: how many answers have the text that was written, but other tokens. `variables`: the
+    row's own of the chat template.
     """
 
     number: int
@@ -32,6 +36,7 @@ class Dialogue:
     given_up: bool = False
     reasoning: str = REASONING_FIELDS[0]
     retokenised: int = 0
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def next_turn(self) -> bool:
         """Add the messages of the next turn; False if there is none or it cannot be asked.
@@ -62,9 +67,10 @@ class Dialogue:
 
     @property
     def row(self) -> Row:
-        """The output row: `messages`, the tools if there are any, and why each answer ended."""
-        tools = {"tools": self.tools} if self.tools else {}
-        return {"row": self.number, "messages": self.messages, **tools, "finish_reasons": self.finish_reasons}
+        """The output row: `messages`, tools and variables if there are any, and why each answer ended."""
+        beside = {"tools": self.tools, VARIABLES: self.variables}
+        given = {key: value for key, value in beside.items() if value}
+        return {"row": self.number, "messages": self.messages, **given, "finish_reasons": self.finish_reasons}
 
 
 def dialogue_of(number: int, placed: PlacedRow, data: DataConfig) -> Dialogue:
@@ -75,7 +81,7 @@ def dialogue_of(number: int, placed: PlacedRow, data: DataConfig) -> Dialogue:
     try:
         conversation = conversation_of(parse(*placed), data.format, data.columns, data.speakers)
         messages, tools = conversation.messages, conversation.tools
-        line_of({"messages": messages, "tools": tools})
+        line_of({"messages": messages, "tools": tools, VARIABLES: conversation.variables})
     except UserError as error:
         reason = behind_place(placed[0], error)
         if data.malformed == "skip":
@@ -85,7 +91,7 @@ def dialogue_of(number: int, placed: PlacedRow, data: DataConfig) -> Dialogue:
     failed = None if turns else "it has no message but the assistant's"
     if any(message["role"] == "tool" for message in messages):
         failed = "it has a tool's results, which a new answer may not have asked for"
-    return Dialogue(number, turns, failed, tools)
+    return Dialogue(number, turns, failed, tools, variables=conversation.variables)
 
 
 def _turns_of(messages: list[Message]) -> list[list[Message]]:

@@ -131,6 +131,25 @@ def test_reasoning_within_the_content_is_learnt_as_it_stands(name):
     )
 
 
+def test_a_rows_own_variables_go_over_the_configs():
+    """Whether a prompt thinks is the row's to say, and what is known of one set of variables holds for it alone."""
+    row = CONVERSATIONS["one turn"]
+    asked = [
+        to_conversation(row | {"chat_template_kwargs": given})
+        for given in ({"enable_thinking": False}, '{"enable_thinking": null}', {"enable_thinking": True, "tone": "dry"})
+    ]
+    answers = ["a1<|im_end|>", "<think>\n\n</think>\n\na1<|im_end|>", "<think>\n\n</think>\n\na1<|im_end|>"]
+    renderer = renderer_of("qwen3")
+    for _ in range(2):
+        assert [supervised_texts(renderer, renderer(each)) for each in asked] == [[answer] for answer in answers]
+    assert list(renderer.notes) == ["chat_template_kwargs.tone of the data: the chat template reads no such variable"]
+    closed = renderer_of("qwen3", enable_thinking=False)
+    assert [supervised_texts(closed, closed(each)) for each in asked] == [answers[:1], answers[:1], answers[2:]]
+    for given, told in (("[1]", "must hold an object of variables"), ({"tools": []}, "is set for each rendering")):
+        with pytest.raises(UserError, match=f"chat_template_kwargs.*{told}"):
+            renderer(to_conversation(row | {"chat_template_kwargs": given}))
+
+
 @pytest.mark.parametrize("content", ["r1\n</think>\n\na1", "r1</think>a1"])
 @pytest.mark.parametrize(
     ("name", "right"),
