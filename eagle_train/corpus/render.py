@@ -62,6 +62,7 @@ class ChatRenderer:
         eos = self.tokenizer.eos_token_id
         self.stop_ids = frozenset([*stop_ids, *([] if eos is None else [eos])])
         self.stops = tuple(_text_of(self.tokenizer, token) for token in sorted(self.stop_ids))
+        self.ending = _ending_of(self.stops)
         self.special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._set_template(ChatTemplate(self.tokenizer, template_kwargs, date))
 
@@ -124,7 +125,7 @@ class ChatRenderer:
         """
         first: UserError | None = None
         known = dict(self.notes)
-        for variant in call_forms(self.finder.answer_starts.with_fields(conversation)):
+        for variant in call_forms(self.finder.answer_starts.with_fields(self._without_stops(conversation))):
             try:
                 return self.documents(variant)
             except TemplateFault:
@@ -135,6 +136,17 @@ class ChatRenderer:
                 self._drop_notes(known)
         assert first is not None
         raise first
+
+    def _without_stops(self, conversation: Conversation) -> Conversation:
+        """The conversation without stop tokens at the ends of answers: the template adds the one that ends them."""
+        return replace(conversation, messages=[self._without_stop(message) for message in conversation.messages])
+
+    def _without_stop(self, message: Message) -> Message:
+        found = self.ending.search(message["content"] or "") if self.ending and is_answer(message) else None
+        if found is None:
+            return message
+        self.notes[f"answers of the data end in {found[1]!r}, a stop token: it is left to the chat template"] = None
+        return {**message, "content": message["content"][: found.start()]}
 
     def _drop_notes(self, known: dict[str, None]) -> None:
         """Drop notes that were taken for a form that the template does not render."""
@@ -232,14 +244,10 @@ class ChatRenderer:
         produced = self.encode.whole(text, spans).produced.tolist()
         if bos is not None and ids[:1] != [bos]:
             ids, produced = [bos, *ids], [spans is None, *produced]
-        if eos is not None and not self._is_ended(text):
+        if eos is not None and not (self.ending and self.ending.search(text)):
             is_answer_at_end = spans is None or any(end == len(text) for _, end in spans)
             ids, produced = [*ids, eos], [*produced, is_answer_at_end]
         return document(ids, torch.tensor(produced, dtype=torch.bool), text)
-
-    def _is_ended(self, text: str) -> bool:
-        """Whether a text ends with a stop token, white space aside."""
-        return text.rstrip().endswith(tuple(stop for stop in self.stops if stop.strip()))
 
     def decode(self, tokens: list[int], before: Sequence[int] = ()) -> str:
         """The text of tokens, special tokens included, behind the tokens `before`: SentencePiece tokenizers drop the
@@ -268,6 +276,12 @@ def render_row(row: Mapping, config: SourceConfig, renderer: ChatRenderer) -> li
     text = column(row, "text", config.columns)
     check(isinstance(text, str), f"the text must be a string, not {type(text).__name__}")
     return [renderer.check_known(renderer.render_text(text, config.assistant_pattern))]
+
+
+def _ending_of(stops: Sequence[str]) -> re.Pattern | None:
+    """A pattern for stop tokens at a text's end, white space behind them included; None without any."""
+    known = sorted((re.escape(stop) for stop in stops if stop.strip()), key=len, reverse=True)
+    return re.compile(rf"(?:({'|'.join(known)})\s*)+\Z") if known else None
 
 
 def _matches(pattern: str, text: str) -> Sequence[Span]:

@@ -136,6 +136,20 @@ def test_an_empty_answer_supervises_nothing_of_its_neighbours():
         assert not document.produced.any()
 
 
+@pytest.mark.parametrize("ending", ["<|im_end|>", "<|im_end|>\n", "<|im_end|> <|im_end|>"])
+def test_a_stop_token_at_the_end_of_an_answer_is_the_templates(ending):
+    renderer = ChatRenderer(make_tokenizer(MARKED))
+    turns = [*TURNS, TURNS[0], {"role": "assistant", "content": "b <|im_end|> c"}]
+    right = renderer(turns)[0]
+    ended = [{**turn, "content": turn["content"] + (ending if turn["role"] == "assistant" else "")} for turn in turns]
+    (document,) = renderer(ended)
+    assert document.text == right.text
+    assert torch.equal(document.produced, right.produced)
+    assert [note for note in renderer.notes if "a stop token" in note] == [
+        "answers of the data end in '<|im_end|>', a stop token: it is left to the chat template"
+    ]
+
+
 def test_supervise_all():
     renderer = ChatRenderer(make_tokenizer(FORGETFUL), supervise="all")
     assert renderer(CHAT)[0].produced.all()
@@ -440,6 +454,10 @@ def test_columns_that_look_like_data_and_are_not_read():
     row = {"conversations": [], "system": "s", "Input": "x", "id": 1, "tools": [], "source": "web", "history": None}
     assert unread_columns(row, "sharegpt", {}) == ["system", "Input"]
     assert unread_columns(row, "sharegpt", {"system": "system"}) == ["Input"]
+    preferred = {"prompt": "q", "response": "a", "label": False, "chat_template_kwargs": {"tone": "dry"}}
+    assert unread_columns(preferred, "prompt_response", {}) == ["label"]
+    ignored = {"chat_template_kwargs": None}
+    assert unread_columns(preferred, "prompt_response", ignored) == ["label", "chat_template_kwargs"]
     assert unread_columns({"messages": [], "dialogue": TURNS, "tools": [{}]}, "messages", {"tools": None}) == [
         "dialogue",
         "tools",
