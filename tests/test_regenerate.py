@@ -471,6 +471,13 @@ def test_what_the_target_thought_is_kept_by_either_name(made, tmp_path, name):
     assert row["messages"][1] == {"role": "assistant", "content": "x", "reasoning_content": "so"}
 
 
+def test_the_engine_renders_with_a_rows_own_variables(made, tmp_path, capsys):
+    asked = {"messages": [{"role": "user", "content": "q"}], "chat_template_kwargs": {"tools": 1}}
+    path = write_jsonl(tmp_path / "rows.jsonl", [asked])
+    assert run(made, tmp_path / "out.jsonl", f"data.path={path}") == 2
+    assert "row 1: chat_template_kwargs.tools: is set for each rendering" in capsys.readouterr().err
+
+
 def test_what_the_template_does_not_render_back_is_left_out_by_the_engine(made, tmp_path, capsys):
     """One that renders another text than the target wrote, beside one that does."""
     save_target(tmp_path / "target", TEMPLATE.replace("m['content'] + ';'", "m['content'] | upper + ';'"))
