@@ -159,9 +159,9 @@ class ChatRenderer:
             return [self._all_of(conversation, [number for number in answers if number in conversation.muted])]
         answers = answers[-1:] if self.supervise == "last" else answers
         wanted = [number for number in answers if number not in conversation.muted and self._can_be_asked(number)]
-        if not wanted:
+        turns = self.finder.turns(conversation, wanted) if wanted else []
+        if not turns:
             return [self.encode.whole(self.template.render(conversation.messages, conversation.tools), [])]
-        turns = self.finder.turns(conversation, wanted)
         documents = self._as_one_document(turns) or [self._as_own_document(turn) for turn in turns]
         speaks = any(conversation.messages[number]["content"] for number in wanted)
         if speaks and not any(document.produced.any() for document in documents):

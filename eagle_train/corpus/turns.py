@@ -12,7 +12,7 @@ from functools import partial
 
 from eagle_train.corpus.answer_starts import AnswerStarts, in_common
 from eagle_train.corpus.content_checks import check_read, check_tools, end_of_answer
-from eagle_train.corpus.conversations import Conversation, Message
+from eagle_train.corpus.conversations import Conversation, Message, is_answer
 from eagle_train.corpus.reasoning import behind_tag, cut_tag
 from eagle_train.corpus.round_trip import RoundTrip
 from eagle_train.corpus.template import CALL_PROBE, SENTINELS, ChatTemplate, Refused
@@ -48,7 +48,7 @@ class TurnFinder:
         self.stops, self.specials = _alternatives(stops), _alternatives([*stops, *specials])
 
     def turns(self, conversation: Conversation, numbers: Sequence[int]) -> list[Turn]:
-        """The turns of the assistant's messages with these numbers.
+        """The turns of the assistant's messages with these numbers, but for those that no server asks for.
 
         Raises UserError if a message's content is missing from the rendering, or if the model's text cannot be known.
         """
@@ -57,11 +57,23 @@ class TurnFinder:
         for number in numbers:
             asked = Conversation(conversation.messages[: number + 1], conversation.tools)
             check_turn = partial(self._read_turn, number=number, read=read)
-            found.append(check_turn(asked, seen=seen))
-            turn = found[-1]
+            turn = check_turn(asked, seen=seen)
             self.round_trip.check(asked, check_turn, number, read)
+            if self._is_over(turn.prompt, asked):
+                self.note("the chat template has nothing between two of the assistant's turns: the second is muted")
+                continue
+            found.append(turn)
             read, seen = number + 1, len(turn.text)
         return found
+
+    def _is_over(self, prompt: str, conversation: Conversation) -> bool:
+        """Whether a prompt ends with the stop of the answer before, and has no more: no server asks again there."""
+        before = conversation.messages[:-1]
+        if not before or not is_answer(before[-1]) or self.stops is None:
+            return False
+        ended = prompt.rstrip()
+        is_stopped = any(stop.end() == len(ended) for stop in self.stops.finditer(ended))
+        return is_stopped and prompt == self.template.render(before, conversation.tools)
 
     def _read_turn(self, conversation: Conversation, number: int, read: int, seen: int = 0) -> Turn:
         """A turn, checked to have the messages from number `read` on in its prompt, searched from `seen` on first.

@@ -276,6 +276,24 @@ def test_supervise(supervise, texts):
     assert (len(documents), supervised_texts(renderer, documents)) == (1, texts)
 
 
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("mistral", [" a1</s>", " a3</s>"]),  # nothing but a stop is between a1 and a2
+        ("no_prompt", ["a1<|im_end|>", "a2<|im_end|>", "a3<|im_end|>"]),
+        ("phi3", ["a1<|end|>", "a2<|end|>", "a3<|end|>"]),  # its generation prompt ends in a stop token
+    ],
+)
+def test_an_answer_behind_an_answer_is_learnt_where_a_prompt_asks_for_it(name, right):
+    renderer = renderer_of(name)
+    documents = renderer([user("q1"), said("a1"), said("a2"), user("q2"), said("a3")])
+    assert supervised_texts(renderer, documents) == right
+    assert any("the second is muted" in note for note in renderer.notes) == (name == "mistral")
+    if name == "mistral":
+        last = renderer_of(name, supervise="last")
+        assert supervised_texts(last, last([user("q1"), said("a1"), said("a2")])) == []
+
+
 def test_supervise_last_is_one_document_where_earlier_turns_are_rendered_otherwise():
     renderer = renderer_of("qwen3", supervise="last")
     documents = renderer(to_conversation(CONVERSATIONS["several"]))
@@ -598,6 +616,14 @@ def letters(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
+def without_stop(message: dict, stops: tuple[str, ...]) -> dict:
+    """An answer without the stop tokens that end its content."""
+    content = message["content"]
+    while message["role"] == "assistant" and content.rstrip().endswith(stops):
+        content = content[: max(content.rfind(stop) for stop in stops)]
+    return {**message, "content": content}
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "marked_content"])
 @pytest.mark.parametrize("merges", [0, 60])
 def test_whatever_goes_in_comes_out(name, merges):
@@ -608,6 +634,7 @@ def test_whatever_goes_in_comes_out(name, merges):
     for _ in range(20):
         row = to_conversation(random_row(rng, name))
         documents = renderer(row)
+        row = Conversation([without_stop(message, stops) for message in row.messages], row.tools)
         check_served(name, renderer, row, documents)
         answers = [message for message in row.messages if message["role"] == "assistant"]
         for message, text in zip(answers, supervised_texts(renderer, documents), strict=True):
