@@ -103,7 +103,8 @@ def inline_tags(message: Message) -> tuple[str, str] | None:
 def _lacks_opening(content: str, opening: str, closing: str) -> bool:
     """Whether a content has a closing tag without an opening one, and not as a word of a sentence."""
     before, found, after = content.partition(closing)
-    is_word = before[-1:] in tuple(_BESIDE_WORD) and after[:1] in tuple(_BESIDE_WORD)
+    beside = (before[-1:], after[:1])
+    is_word = "\n" not in beside and any(each in tuple(_BESIDE_WORD) for each in beside)
     return found != "" and opening not in content and not is_word
 
 
