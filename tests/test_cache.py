@@ -18,10 +18,13 @@ from transformers import AutoModelForImageTextToText
 from eagle_train import cache, datastore, export, generate, train
 from eagle_train.artifacts.format import read_artifact
 from eagle_train.caching import build, size, walk
+from eagle_train.errors import UserError
 from eagle_train.models import state_files
+from eagle_train.models.cached_target import load_cached
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.state_files import Layout, decoded, encoded, key_of
-from eagle_train.training import assembly
+from eagle_train.training import assembly, evaluate
+from eagle_train.training.target_pass import unread
 from tests.support.command_line import (
     call,
     chats,
@@ -456,8 +459,55 @@ def test_a_run_of_few_steps_is_cached_that_far(root, caches, tmp_path, capsys):
     assert run_cache(root, tmp_path / "cache", "eagle", few) == 0
     assert json.loads((tmp_path / "cache" / "cache.json").read_text())["tokens"] < whole["tokens"] / 2
     assert run_train(root, tmp_path / "run", "eagle", *from_cache(tmp_path / "cache", few)) == 0
-    assert run_train(root, tmp_path / "run", "eagle", *from_cache(tmp_path / "cache")) == 2
-    assert "data.row_tokens, train.steps and train.eval_batches" in capsys.readouterr().err
+    held = json.loads((tmp_path / "cache" / "cache.json").read_text())["rows"]
+    assert (held, whole["rows"]) == (3 * 4, STEPS * 4)
+    for length, reads in ((f"train.steps={STEPS}", STEPS * 4), ("train.minutes=1", "as many as it has time for")):
+        one = [each for each in words(root, "eagle") if not each.startswith("train.steps=")]
+        given = (*one, *from_cache(tmp_path / "cache"), f"out={tmp_path / 'longer'}", length)
+        for plan in ((), ("plan=true",)):
+            assert call(train.main, *given, *plan) == 2
+            told = capsys.readouterr().err.splitlines()[-1]
+            assert told.startswith(f"error: {length}: target.path={tmp_path / 'cache'} holds the documents of 12 ")
+            assert f"this run reads {reads}; run eagle-cache with {length}" in told
+    assert not (tmp_path / "longer").exists()
+
+
+def test_what_was_learnt_before_a_document_that_is_not_there_is_kept(root, tmp_path, capsys):
+    """So it is before one that is damaged, which is found in the same place."""
+    rows = [json.loads(line) for line in (root / "train.jsonl").read_text().splitlines()]
+    rows[40] = chats(1, seed=5)[0]
+    write_jsonl(tmp_path / "other.jsonl", rows)
+    in_order = "data.shuffle_window=0"
+    assert run_cache(root, tmp_path / "cache", "eagle", in_order) == 0
+    given = from_cache(tmp_path / "cache", in_order, f"data.path={tmp_path / 'other.jsonl'}", "train.save_every=0")
+    assert run_train(root, tmp_path / "run", "eagle", *given) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"error: target.path={tmp_path / 'cache'}: has no states of a document of ")
+    done = len(metrics_without_times(tmp_path / "run"))
+    assert 0 < done < STEPS
+    assert told.endswith(f"; {done} of {STEPS} steps are done and kept")
+    assert [each.name for each in (tmp_path / "run").glob("step-*")] == [f"step-{done:08d}"]
+
+
+def test_what_was_learnt_before_a_measurement_that_cannot_be_made_is_kept(root, caches, tmp_path, monkeypatch, capsys):
+    read = evaluate.target_states
+    monkeypatch.setattr(evaluate, "target_states", lambda *given: read(*given)._replace(fault=UserError("damaged")))
+    given = from_cache(caches["eagle"], "train.save_every=0", "train.eval_every=2")
+    assert run_train(root, tmp_path / "run", "eagle", *given) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: damaged; 2 of {STEPS} steps are done and kept"
+    assert [each.name for each in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
+
+
+def test_all_ranks_end_where_one_cannot_read(root, caches):
+    """What each of two ranks is told; the votes and the lines of both."""
+    target = load_cached(TargetConfig(str(caches["eagle"]), cached=True), "cpu")
+    for faults, told in (((None, None), None), ((None, UserError("damaged")), "damaged")):
+        for fault in faults:
+            world = SimpleNamespace(
+                vote=lambda own, faults=faults: lambda: own or any(faults),
+                exchange=lambda own, side, faults=faults: [each and str(each) for each in faults],
+            )
+            assert unread(target, fault, world) == told
 
 
 def test_a_pass_ends_where_rows_are_filled_late(root, tmp_path, monkeypatch):
@@ -476,6 +526,7 @@ def test_a_pass_ends_where_rows_are_filled_late(root, tmp_path, monkeypatch):
     assert len(drawn) < 2 * (41 + walk._BEYOND)  # twice: the size is measured so too
     header = json.loads((tmp_path / "cache" / "cache.json").read_text())
     assert header["tokens"] == 8 + 40 * 30
+    assert header["rows"] is None  # all of the data, for runs of any length
 
 
 def test_a_key_is_of_the_tokens_and_where_it_matters_of_what_is_supervised():

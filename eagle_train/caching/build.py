@@ -187,17 +187,18 @@ class _Build:
         computed = ahead.target_states
         ahead.target_states = lambda batch: computed(batch) if _walked(batch).is_wanted else _NONE
         with ahead.start(steps=None):
-            self._write_pass(ahead, size)
+            is_whole = self._write_pass(ahead, size)
             self._write_heldout(ahead)
         self.writer.close()
         shards = [name for each in self.world.exchange(shards_of(self.partial, self.world.rank)) for name in each]
-        written = self._write_index(sorted(shards)) if self.world.is_main else None
+        rows = None if is_whole else self.run.most_rows
+        written = self._write_index(sorted(shards), rows) if self.world.is_main else None
         header = self.world.agreed(written)
         assert header is not None, "the first rank's"
         return header
 
-    def _write_pass(self, ahead: Lookahead, size: Size) -> None:
-        """Write the states of the run's rows, in their order."""
+    def _write_pass(self, ahead: Lookahead, size: Size) -> bool:
+        """Write the states of the run's rows, in their order. Returns whether these are all of the data."""
         bar, is_over = progress(size.tokens, "token"), False
         while not is_over:
             batches = ahead.step()
@@ -207,6 +208,7 @@ class _Build:
             bar.update(min(size.tokens - 1, self.world.size * self.written))
         bar.update(size.tokens)
         bar.close()
+        return ahead.state["is_whole"]
 
     def _write_heldout(self, ahead: Lookahead) -> None:
         """Write the states of held-out rows, each rank those that it measures (evaluate.py)."""
@@ -231,8 +233,9 @@ class _Build:
                 self.written += len(tokens)
         self.writer.reached()
 
-    def _write_index(self, shards: list[str]) -> Header:
-        """Write the index, what training needs of the target, and the header, and let the cache appear."""
+    def _write_index(self, shards: list[str], rows: int | None) -> Header:
+        """Write the index, what training needs of the target, and the header, and let the cache appear. `rows`: of the
+        header."""
         missing = [name for name in shards if not (self.partial / name).is_file()]
         check(not missing, f"out={self.out}: must be a directory that all processes see; {missing[:1]} is not there")
         index = index_of([_shard(self.partial / name) for name in shards])
@@ -250,6 +253,7 @@ class _Build:
             documents=len(index["keys"]),
             tokens=int(index["tokens"].sum()),
             shards=shards,
+            rows=rows,
             made_of=self.made_of,
         )
         with writing(self.out):

@@ -16,7 +16,7 @@ from eagle_train.settings import build
 from eagle_train.training.assembly import check_job, check_lesson
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.optimizer import OptimConfig
-from eagle_train.training.train_config import TrainConfig
+from eagle_train.training.train_config import TrainConfig, rows_of_run
 
 MIB = 2**20
 
@@ -78,6 +78,4 @@ class Run:
     @property
     def most_rows(self) -> int | None:
         """Packed rows that the run reads in its steps; None where it has minutes."""
-        if self.train.steps is None:
-            return None
-        return self.train.steps * self.optim.tokens_per_step // self.data.row_tokens
+        return rows_of_run(self.optim, self.train, self.data.row_tokens)

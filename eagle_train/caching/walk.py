@@ -47,14 +47,14 @@ class Walk:
 
     A pass is over when each data set was read once and no open row holds a document that was not met, or after
     `most_rows` rows of all ranks. `known`: keys of documents that are met already; those that are met are added.
-    `together`: whether ranks compute each forward together.
+    `together`: whether ranks compute each forward together. `is_whole`: whether all documents of the data were met.
     """
 
     def __init__(
         self, stream: Stream, known: set[bytes], supervised_only: bool, most_rows: int | None, together: bool = False
     ):
         self.stream, self.known, self.totals = stream, known, Totals()
-        self.is_over, self.rows = False, 0
+        self.is_over, self.is_whole, self.rows = False, False, 0
         self._supervised_only, self._most_rows, self._together = supervised_only, most_rows, together
         self._beyond, self._rest = 0, deque[PackedRow]()
 
@@ -67,8 +67,8 @@ class Walk:
         return self.stream.world
 
     def state_dict(self) -> dict[str, Any]:
-        """What the consumer of a step is to know: whether the pass is over with it."""
-        return {"is_over": self.is_over}
+        """What the consumer of a step is to know: whether the pass is over with it, and whether it is whole."""
+        return {"is_over": self.is_over, "is_whole": self.is_whole}
 
     def close(self) -> None:
         self.stream.close()
@@ -125,16 +125,21 @@ class Walk:
         Rows that are open at the data's end are filled by the next epoch, as a run's are; those of a data set that
         fills them late are given out as they are.
         """
-        if self._most_rows is not None and self.rows >= self._most_rows:
+        self.is_whole = self._has_met_all()
+        if self.is_whole or (self._most_rows is not None and self.rows >= self._most_rows):
             return True
-        if any(epoch < 1 for epoch, _ in self.stream.position.sources.values()):
+        if self._beyond >= _BEYOND or not self._has_read_all():
             return False
-        if self._beyond >= _BEYOND:
-            return not self._rest
-        waiting = [*self.stream.ready, *self.stream.packer.open]
-        if all(key in self.known for row in waiting for _, _, key in self._keys(row)):
-            return True
         self._beyond += self.stream.micro_batch_rows * self.world.size
         if self._beyond >= _BEYOND:
             self._rest.extend([*self.stream.ready, *self.stream.packer.flush()])
         return False
+
+    def _has_read_all(self) -> bool:
+        return all(epoch >= 1 for epoch, _ in self.stream.position.sources.values())
+
+    def _has_met_all(self) -> bool:
+        if not self._has_read_all() or self._beyond >= _BEYOND:
+            return self._beyond >= _BEYOND and not self._rest
+        waiting = [*self.stream.ready, *self.stream.packer.open]
+        return all(key in self.known for row in waiting for _, _, key in self._keys(row))

@@ -19,7 +19,7 @@ from torch import nn
 from eagle_train.drafts.layouts import Layout
 from eagle_train.drafts.losses import Lesson, LossSums
 from eagle_train.drafts.rope import as_served, check_keys, check_lengths, check_rotary
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 from eagle_train.models.layers import Attention, rule_of_layer
 from eagle_train.models.shapes import heads_of, widest
 from eagle_train.models.target import LMHead, TargetEnds
@@ -34,10 +34,12 @@ INIT_STD = 0.02
 
 class TargetStates(NamedTuple):
     """What the target computed at every token: `hidden` [B, T, H], which its LM head reads, and the outputs [B, T, H]
-    of the `layers` that a draft wants, by number, 0 the first."""
+    of the `layers` that a draft wants, by number, 0 the first. `fault`: why states of a document could not be read and
+    are 0; nothing may be learnt from them."""
 
     hidden: torch.Tensor
     layers: Mapping[int, torch.Tensor]
+    fault: UserError | None = None
 
     @classmethod
     def split(cls, states: torch.Tensor, layers: Sequence[int]) -> "TargetStates":

@@ -74,12 +74,13 @@ class CachedTarget(TargetEnds):
 
     def stored_states(
         self, tokens: torch.Tensor, supervised: torch.Tensor, lengths: list[list[int]], layers: tuple[int, ...]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor], UserError | None]:
         """The final hidden states [B, T, H] of packed rows and the outputs [B, T, H] of these layers, in the target's
         dtype on its device; 0 in padding, and where none is kept.
 
-        `tokens` int64 and `supervised` bool [B, T] are the host's; `lengths`: of each row's documents. Raises UserError
-        for a document that is not in the cache, and for one that is damaged.
+        `tokens` int64 and `supervised` bool [B, T] are the host's; `lengths`: of each row's documents. A document that
+        is not in the cache, or is damaged, is 0, and the error of the first is returned: this rank alone may meet it,
+        and others wait for its part of the step.
         """
         header, layout = self.files.header, self.files.header.layout
         widths, pinned = layout.widths, self.device.type == "cuda"
@@ -88,9 +89,15 @@ class CachedTarget(TargetEnds):
             for name, width in widths.items()
             if width
         }
+        fault = None
         for row, start, end in documents_of(supervised, lengths):
             wanted = supervised[row, start:end]
-            for name, content in self.files.read(self._place_of(tokens[row, start:end], wanted)).items():
+            try:
+                states = self.files.read(self._place_of(tokens[row, start:end], wanted))
+            except UserError as error:
+                fault = fault or error
+                continue
+            for name, content in states.items():
                 into = buffers[name].numpy()[row, start:end]
                 into[wanted.numpy() if header.supervised_only and name in (HIDDEN, HIDDEN_SCALES) else ...] = content
         sent = {name: each.to(self.device, non_blocking=True) for name, each in buffers.items()}
@@ -98,13 +105,14 @@ class CachedTarget(TargetEnds):
         of_hidden = scales[HIDDEN_SCALES].squeeze(-1) if scales else None
         hidden = decoded(sent[HIDDEN].view(layout.stored), of_hidden, layout)
         if not layers:
-            return hidden, []
+            return hidden, [], fault
         outputs = sent[LAYERS].view(layout.stored).unflatten(-1, (layout.layers, layout.hidden))
         places = [header.layers.index(layer) for layer in layers]
         of_layers = [scales[LAYER_SCALES][..., place] if scales else None for place in places]
-        return hidden, [
+        decoded_layers = [
             decoded(outputs[..., place, :], each, layout) for place, each in zip(places, of_layers, strict=True)
         ]
+        return hidden, decoded_layers, fault
 
     def check_has(self, tokens: torch.Tensor, supervised: torch.Tensor, lengths: list[list[int]]) -> None:
         """Raise UserError where a document of these packed rows, on the host, is not in the cache. Reads no states."""
@@ -174,6 +182,16 @@ def check_holds(header: Header, layers: tuple[int, ...], reads_hidden: bool, kin
         not (header.supervised_only and reads_hidden),
         f"{place}: was written with supervised_only=true, and draft={kind} is fed the final hidden state at every "
         "slot; run eagle-cache with supervised_only=false",
+    )
+
+
+def check_reaches(header: Header, rows: int | None, length: str, place: str) -> None:
+    """Raise UserError where a cache holds a part of the data, and a run reads more than that: so many packed `rows`,
+    None where it ends by the clock. `length`: the setting that says so."""
+    check(
+        header.rows is None or (rows is not None and rows <= header.rows),
+        f"{length}: {place} holds the documents of {header.rows} packed rows of the data, and this run reads "
+        f"{'as many as it has time for' if rows is None else rows}; run eagle-cache with {length}",
     )
 
 

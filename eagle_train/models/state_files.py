@@ -44,7 +44,8 @@ class Header:
     `target`: the identity of the target (`Identity`). `dtype`: in which it computed, `precision`: in which its states
     are kept. `supervised_only`: the final hidden state is kept only where a supervised slot's loss reads it. `layers`:
     those whose outputs are kept, ascending. `target_quant`: `train.target_quant` of the run that it is for.
-    `embedding_scale`: `Target.embedding_scale`. `scale`, `softcap`: of the LM head. `made_of`: all settings that its
+    `embedding_scale`: `Target.embedding_scale`. `scale`, `softcap`: of the LM head. `rows`: how many packed rows of the
+    run's data it holds the documents of, the first ones; None for all of the data. `made_of`: all settings that its
     contents depend on.
     """
 
@@ -60,6 +61,7 @@ class Header:
     documents: int
     tokens: int
     shards: list[str]
+    rows: int | None = None
     made_of: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
 

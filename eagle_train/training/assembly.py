@@ -28,7 +28,7 @@ from eagle_train.distributed import ALONE, World
 from eagle_train.drafts import Draft, DraftConfig, kind_named, planned_config
 from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device, warn_of_emulation
-from eagle_train.models.cached_target import CachedTarget, check_cached, check_holds, load_cached
+from eagle_train.models.cached_target import CachedTarget, check_cached, check_holds, check_reaches, load_cached
 from eagle_train.models.checkpoint_quantisation import quantization_config_of
 from eagle_train.models.family import skeleton
 from eagle_train.models.loading import (
@@ -56,7 +56,7 @@ from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.placement import chosen
 from eagle_train.training.target_pass import can_compile, target_states, to_device
-from eagle_train.training.train_config import OF_TARGET, TrainConfig, accumulation
+from eagle_train.training.train_config import OF_TARGET, TrainConfig, accumulation, rows_of_run
 from eagle_train.training.trainer import Trainer
 
 _LOG = logging.getLogger(__name__)
@@ -293,7 +293,8 @@ def check_job(
         check_zero(parallel.zero, device)
     accumulation(optim, train, data.row_tokens, ranks)
     if target.cached:
-        check_cached(target, train.target_quant, parallel.target)
+        header = check_cached(target, train.target_quant, parallel.target)
+        check_reaches(header, rows_of_run(optim, train, data.row_tokens), train.length, f"target.path={target.path}")
     else:
         check_target(target, hf_config)
     if train.target_quant != "none" and not target.cached:

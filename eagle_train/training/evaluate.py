@@ -12,12 +12,13 @@ from functools import partial
 import torch
 
 from eagle_train.corpus.stream import Batch
-from eagle_train.distributed import ALONE, World
+from eagle_train.distributed import ALONE, CommonError, World
 from eagle_train.drafts import Draft, Head, Lesson
 from eagle_train.drafts.kind import Rows
+from eagle_train.errors import check
 from eagle_train.models.target import TargetEnds
 from eagle_train.training.metrics import Meter, Record
-from eagle_train.training.target_pass import autocast, target_states, to_device
+from eagle_train.training.target_pass import autocast, target_states, to_device, unread
 
 _CHOICE_ROWS = 1024  # rows whose logits exist at once while a token is chosen for each
 
@@ -38,16 +39,18 @@ def measure_heldout(
     `forward`: the draft's, as a backend wraps it; `head`: of the draft, if there is one. Rank r measures every size-th
     batch.
     `acceptance_per_depth` has up to `depth` numbers: depths for which no held-out document is long enough, and those
-    that the draft cannot reach, are left out.
+    that the draft cannot reach, are left out. Raises CommonError where states of a cached target cannot be read.
     """
     meter, forward, head = Meter(), forward or draft, head or Head(draft, target.lm_head)
     depth = min(depth, draft.config.levels or depth)
+    fault = None
     accepted = chains = torch.zeros(depth, dtype=torch.float64, device=target.device)
     for start in range(0, len(batches), world.size):
         number = start + world.rank
         counts = number < len(batches)  # a rank without a batch runs the first one uncounted: forwards are collective
         batch = to_device(batches[number] if counts else batches[0], target.device)
         of_target = target_states(target, batch, draft.config.target_layers)
+        fault = fault or of_target.fault
         hidden, positions = of_target.hidden, batch.positions
         with autocast(target):
             rows = Rows(target.embed(batch.tokens), of_target, positions, batch.lengths, target.embed)
@@ -60,6 +63,8 @@ def measure_heldout(
         accepted, chains = accepted + held, chains + possible
     if not batches:
         return {}
+    told = unread(target, fault, world)
+    check(told is None, str(told), CommonError)
     accepted, chains = world.sum(accepted), world.sum(chains)
     by_depth = (accepted / chains)[chains > 0].tolist()
     return {**meter.means(world), "acceptance_per_depth": by_depth, "simulated_tpc": 1 + sum(by_depth)}

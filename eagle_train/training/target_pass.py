@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from eagle_train.corpus.stream import TENSORS, Batch
+from eagle_train.distributed import World
 from eagle_train.drafts import TargetStates
-from eagle_train.errors import OptionError
+from eagle_train.errors import OptionError, UserError
 from eagle_train.models.cached_target import CachedTarget
 from eagle_train.models.target import Target, TargetEnds
 from eagle_train.ops.attention import packed_attention
@@ -61,20 +62,30 @@ def target_states(
     """The target's hidden states after its final norm, and the outputs of these `layers`, [B, T, H] each in its dtype;
     each document attends to itself.
 
-    `compiled`: by torch.compile, of a target that is whole on this rank. Those of a `CachedTarget` are read from disk;
-    raises UserError where they are not there.
+    `compiled`: by torch.compile, of a target that is whole on this rank. Those of a `CachedTarget` are read from disk,
+    and may have a `fault`; see `unread`.
     """
     with stage("target"):
         if isinstance(target, CachedTarget):
             of_host = batch.host.tokens, batch.host.supervised, batch.lengths
-            hidden, outputs = target.stored_states(*of_host, layers)
-            return TargetStates(hidden, dict(zip(layers, outputs, strict=True)))
+            hidden, outputs, fault = target.stored_states(*of_host, layers)
+            return TargetStates(hidden, dict(zip(layers, outputs, strict=True)), fault)
         assert isinstance(target, Target)
         if compiled:
             given = batch.tokens, batch.positions, packed_attention(batch.lengths)
             return TargetStates.split(target.compiled(layers)(*given), layers)
         with _CAPTURE if layers else nullcontext():
             return TargetStates.split(target.own_states(batch.tokens, batch.positions, batch.lengths, layers), layers)
+
+
+def unread(target: TargetEnds, fault: UserError | None, world: World) -> str | None:
+    """Why the run cannot go on, where any rank has the `fault` of a `TargetStates`; the same on all ranks. None where
+    all states were read. All ranks call it at the same point.
+    """
+    if not isinstance(target, CachedTarget) or not world.vote(fault is not None)():
+        return None
+    told = world.exchange(None if fault is None else str(fault), side="votes")
+    return next(each for each in told if each is not None)
 
 
 def can_compile(target: Target, rows: int, tokens: int, wanted: bool | None, layers: tuple[int, ...] = ()) -> bool:

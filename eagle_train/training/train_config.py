@@ -72,10 +72,20 @@ class TrainConfig:
         check(self.target_quant in TARGET_QUANTS, f"train.target_quant={self.target_quant}: must be {quants}")
         check(self.runaway > 1, f"train.runaway={self.runaway}: must be above 1")
 
+    @property
+    def length(self) -> str:
+        """The setting that gives the run's length, for messages."""
+        return f"train.minutes={self.minutes:g}" if self.steps is None else f"train.steps={self.steps}"
+
     def l1_weight_at(self, progress: float) -> float:
         """The weight of smooth-L1 at a progress from 0 (the first step) to 1 (the last step)."""
         end = self.l1_weight if self.l1_weight_end is None else self.l1_weight_end
         return self.l1_weight + (end - self.l1_weight) * progress
+
+
+def rows_of_run(optim: OptimConfig, train: TrainConfig, row_tokens: int) -> int | None:
+    """Packed rows of all ranks that a run reads in its steps; None where it has minutes."""
+    return None if train.steps is None else train.steps * optim.tokens_per_step // row_tokens
 
 
 def accumulation(optim: OptimConfig, train: TrainConfig, row_tokens: int, ranks: int = 1) -> int:

@@ -9,8 +9,8 @@ Shapes: B rows, T tokens of a packed row, H hidden.
 
 import dataclasses
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +34,7 @@ from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.resume import check_budget, check_same_run
 from eagle_train.training.runaway import appended, is_sound
 from eagle_train.training.state import TrainState, set_random_state
-from eagle_train.training.target_pass import Placed, autocast, casts_kept
+from eagle_train.training.target_pass import Placed, autocast, casts_kept, unread
 from eagle_train.training.train_config import TrainConfig
 
 
@@ -113,7 +113,7 @@ class Trainer:
         """One optimiser step over its micro-batches; each supervised slot of the step has the same weight. DESIGN 3.2.
 
         The look-ahead must be started. Returns the step's record, or None if the run was left in the middle of it: the
-        weights and the state are then as before the step.
+        weights and the state are then as before the step, and so they are where it raises CommonError.
         """
         with stage("data"):
             micro_batches = self.lookahead.step()
@@ -135,10 +135,13 @@ class Trainer:
         }
 
     def _accumulate(self, micro_batches: list[Placed], scale: float) -> Meter | None:
-        """Add up a step's gradients, each multiplied by `scale`. Returns its sums, or None where the run was left."""
-        meter = Meter()
+        """Add up a step's gradients, each multiplied by `scale`. Returns its sums, or None where the run was left.
+
+        Raises CommonError, with the step forgotten, where a rank could not read the target's states of it.
+        """
+        meter, fault = Meter(), None
         for number, (batch, states) in enumerate(self.lookahead.with_states(micro_batches), 1):
-            self.micro_batch = number
+            self.micro_batch, fault = number, fault or states.fault
             self.backend.begin(last=number == len(micro_batches))
             with stage("draft"):
                 sums = self.forward_backward_step(batch, states, scale)
@@ -146,13 +149,19 @@ class Trainer:
             if number < len(micro_batches) and self._is_stopped():
                 self._drop_step(batch, states)
                 return None
+        told = unread(self.target, fault, self.world)
+        if told is not None:
+            self.backend.skip()
+            self.budget.drop()
+            raise CommonError(told)
         return meter
 
     def train(self, log: MetricsLog | NoTracker) -> Record:
         """All steps from where the run stands. Returns the last held-out measurements, {} for a finished run.
 
         Raises Interrupted if `stop_asked` is true, after a micro-batch, or with several ranks after the next one.
-        Raises UserError if too many steps were skipped, and CommonError if the data end the run.
+        Raises UserError if too many steps were skipped, and CommonError if the data or a cache of the target's states
+        end the run.
         """
         if self.budget.is_over(self.state.step):  # nothing is drawn for a finished run
             return {}
@@ -164,7 +173,8 @@ class Trainer:
                     record = self._timed_step()
                 measured = Record()
                 if self._is_due(self.config.eval_every) or self._is_due(self.config.save_every):
-                    heldout = measured = self.evaluate()
+                    with self._keeping():
+                        heldout = measured = self.evaluate()
                     record |= {f"heldout_{name}": value for name, value in heldout.items()}
                 log.log(self.state.step, record)
                 self._show(bar, summary(record["loss"], record["tokens_per_s"]))
@@ -267,11 +277,8 @@ class Trainer:
         saved first.
         """
         started, tokens, waited = time.perf_counter(), self.state.tokens, self.lookahead.waited
-        try:
+        with self._keeping():
             record = self.train_step()
-        except CommonError as error:
-            self._save_last_step()
-            raise CommonError(f"{error}; {self.budget.done(self.state.step)} are done and kept") from error
         if record is None:
             self.budget.drop()
             self._interrupt()
@@ -280,6 +287,15 @@ class Trainer:
         record |= {"tokens": self.state.tokens, "tokens_per_s": (self.state.tokens - tokens) / seconds}
         record["data_wait"] = (self.lookahead.waited - waited) / seconds
         return record
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """What was learnt is saved where data or states end the run meanwhile; the CommonError then says how much."""
+        try:
+            yield
+        except CommonError as error:
+            self._save_last_step()
+            raise CommonError(f"{error}; {self.budget.done(self.state.step)} are done and kept") from error
 
     def _check_learnt(self) -> None:
         """Raise UserError after the last step if every step was skipped."""
