@@ -7,6 +7,8 @@ that is used, which is the same on every rank. Knows nothing of models, data or 
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 _RECENT = 9  # steps whose median duration predicts the next one's
@@ -17,8 +19,9 @@ class Budget:
     """One of `steps` and `minutes`; the other is None.
 
     `used`: the share used before the current step, from 0 to below 1. `is_last`: whether the run ends with the current
-    step; of minutes, the last step is the one whose end is nearest to the budget's. `before`: seconds that earlier
-    processes of a resumed run have used; `finished`: whether they made the last step.
+    step; of minutes, the last step is the one whose end is nearest to the budget's. `before`: seconds that were used
+    when the clock was last started, by earlier processes of a resumed run too; `finished`: whether these made the last
+    step.
     """
 
     steps: int | None = None
@@ -34,15 +37,25 @@ class Budget:
         """Start the clock: training begins or continues here."""
         self._started = time.monotonic()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The clock stands meanwhile: what is done is no training."""
+        self.before, self._started = self._spent, None
+        yield
+        self.start()
+
+    @property
+    def _spent(self) -> float:
+        return self.before + (0.0 if self._started is None else time.monotonic() - self._started)
+
     @property
     def seconds(self) -> float:
         """Training time so far, by this process's clock. Of minutes never more than the budget, in the last step all
         of it.
         """
-        spent = self.before + (0.0 if self._started is None else time.monotonic() - self._started)
         if self.minutes is None:
-            return spent
-        return 60 * self.minutes if self.is_last else min(spent, 60 * self.minutes)
+            return self._spent
+        return 60 * self.minutes if self.is_last else min(self._spent, 60 * self.minutes)
 
     @property
     def _total(self) -> int:

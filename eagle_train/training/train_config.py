@@ -14,9 +14,9 @@ OF_TARGET = "target"  # a value of init_from
 class TrainConfig:
     """The group `train`. Raises UserError for values that cannot be.
 
-    One of `steps` and `minutes` gives the length of the run; minutes count training only, and a resumed run has what
-    is left of them. `save_every` and `eval_every` are in steps, 0 for the end only. A step that saves measures too: the
-    best checkpoint is kept by its own held-out score.
+    One of `steps` and `minutes` gives the length of the run; minutes count training only, not measurements on held-out
+    data and saving, and a resumed run has what is left of them. `save_every` and `eval_every` are in steps, 0 for the
+    end only. A step that saves measures too: the best checkpoint is kept by its own held-out score.
 
     Beyond the paper: `l1_weight` goes linearly to `l1_weight_end` by the last step; None leaves it. `logits_loss`: ce,
     or lk (losses.py). `unroll`: the number of passes that the draft learns from, each after the first on the draft's

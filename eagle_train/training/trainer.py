@@ -173,13 +173,14 @@ class Trainer:
                     record = self._timed_step()
                 measured = Record()
                 if self._is_due(self.config.eval_every) or self._is_due(self.config.save_every):
-                    with self._keeping():
+                    with self.budget.paused(), self._keeping():
                         heldout = measured = self.evaluate()
                     record |= {f"heldout_{name}": value for name, value in heldout.items()}
                 log.log(self.state.step, record)
                 self._show(bar, summary(record["loss"], record["tokens_per_s"]))
                 if self._is_due(self.config.save_every):
-                    self.save(measured.get("simulated_tpc"))
+                    with self.budget.paused():
+                        self.save(measured.get("simulated_tpc"))
                 if self._is_stopped() and not self.budget.is_last:
                     self._interrupt()
             self.store.wait()

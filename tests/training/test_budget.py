@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -83,6 +84,25 @@ def test_a_pause_is_not_taken_for_the_length_of_a_step():
     for step, seconds in enumerate([0, 1, 2, 3, 63, 64]):
         budget.begin(step, seconds)
         assert not budget.is_last
+
+
+def test_measuring_and_saving_use_no_time(ticking, tmp_path, data, monkeypatch):
+    """Each takes a whole run's time here, after every step."""
+    for name in ("evaluate", "save"):
+        own = getattr(Trainer, name)
+
+        def slow(trainer: Trainer, *given, own=own):
+            ticking[0] += 8 * STEP_S
+            return own(trainer, *given)
+
+        monkeypatch.setattr(Trainer, name, slow)
+    trainer = trainer_for(tmp_path / "run", data, 8, eval_every=1, save_every=1, keep=0, optim={"decay_share": 0.5})
+    assert len({record["lr"] for record in run_training(trainer)}) == 4
+    assert trainer.state.step == 8
+    resumed = trainer_for(tmp_path / "run", data, 8)
+    shutil.rmtree(tmp_path / "run" / "step-00000008")
+    assert resumed.resume()
+    assert resumed.budget.before == 7 * STEP_S
 
 
 def test_a_run_of_minutes_follows_its_schedule_by_the_share_that_is_used(ticking, tmp_path, data):
