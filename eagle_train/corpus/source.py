@@ -96,8 +96,9 @@ class DataConfig(SourceConfig):
     `heldout`: a path as `path`, of the same format, or None. `row_tokens`: length of a packed row; a longer document
     is split or dropped (`long_documents`). `malformed`: whether a malformed row ends the run, or is skipped and
     counted. `shuffle_window`: how many rows are shuffled together; 0 keeps the data's order. `supervise`: what counts
-    as produced in a conversation (all of the assistant's turns, its last, or every token); of a text all of it, unless
-    there is a pattern. `template_kwargs`: the chat template's own variables. `date`: the date that a template gets when
+    as produced in a conversation (all of the assistant's turns, its last, or every token); where there are texts alone
+    it is refused, for all of a text counts, unless there is a pattern. `template_kwargs`: the chat template's own
+    variables. `date`: the date that a template gets when
     it reads the clock; None: today, and in a resumed run the day when it began. `workers`: tokenising processes of each
     rank, 0: the rank itself. `prefetch`: optimiser steps that are drawn ahead.
     """
@@ -130,6 +131,12 @@ class DataConfig(SourceConfig):
                 value = {name: column for name, column in value.items() if column not in (name, None)}
             used = not self.mix or bool(self.heldout) or value == getattr(usual, key)
             check(used, f"data.{key} is {value!r}; with data.mix each data set has its own, data.mix.NAME.{key}")
+        has_turns = any(source.format != "text" for source in self.sources.values())
+        check(
+            has_turns or self.supervise == DataConfig.supervise,
+            f"data.supervise is {self.supervise!r}; it is for conversations, and format=text has none: leave it at "
+            f"{DataConfig.supervise}, and give assistant_pattern for a part of a text",
+        )
         for name, source in self.sources.items():
             source.check(f"data.mix.{name}" if self.mix else "data")
         check(self.row_tokens >= MIN_TOKENS, f"data.row_tokens is {self.row_tokens}; it must be at least {MIN_TOKENS}")

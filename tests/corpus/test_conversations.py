@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle_train.corpus.columns import unread_columns
 from eagle_train.corpus.conversations import Conversation, conversation_of, to_messages
 from eagle_train.corpus.render import ChatRenderer, render_row
-from eagle_train.corpus.source import SourceConfig
+from eagle_train.corpus.source import DataConfig, SourceConfig
 from eagle_train.errors import UserError
 
 CHATML = (
@@ -502,6 +502,15 @@ def test_what_the_assistant_wrote_of_a_text_is_said_by_a_pattern(pattern, right)
 def test_impossible_sources(values, message):
     with pytest.raises(UserError, match=message):
         SourceConfig("x.jsonl", **values).check("data")
+
+
+def test_supervise_is_for_conversations():
+    text = SourceConfig("a.jsonl", "text")
+    for values in ({"path": "a.jsonl", "format": "text"}, {"mix": {"a": text}}):
+        DataConfig(**values)
+        with pytest.raises(UserError, match=r"^data\.supervise is 'last'; it is for conversations, and format=text"):
+            DataConfig(**values, supervise="last")
+    DataConfig(mix={"a": text, "b": SourceConfig("b.jsonl")}, supervise="last")
 
 
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
