@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from eagle_train.drafts.losses import Buffers, default_chunk_rows, exact_dtype, logits_of, loss_on_logits
 from eagle_train.models.head import LMHead
+from eagle_train.ops.grouped import cast_kept
 
 
 class Share(NamedTuple):
@@ -72,7 +73,7 @@ class _OwnHeadLoss(torch.autograd.Function):
         with_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         target, head, kind, shares = learnt
-        exact, own = exact_dtype(head), LMHead(weight.detach().to(head.weight.dtype))
+        exact, own = exact_dtype(head), LMHead(cast_kept(weight, head.weight.dtype))
         of_rows = torch.empty_like(draft) if with_gradient else None
         of_weight = torch.zeros_like(own.weight, dtype=exact) if with_gradient else None
         chunk_rows = max(1, min(default_chunk_rows(len(weight), draft.device.type), len(draft)))

@@ -59,13 +59,23 @@ def stacked(dtype: torch.dtype, *matrices: Sequence[torch.Tensor]) -> torch.Tens
     return stacks[key]
 
 
+def cast_kept(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight's values in `dtype`, outside the graph of gradients; under `stacks_kept` a parameter is cast once."""
+    if not _kept or weight.dtype == dtype:
+        return weight.detach().to(dtype)
+    casts, key = _kept[-1], (dtype, id(weight))
+    if key not in casts:
+        casts[key] = weight.detach().to(dtype)
+    return casts[key]
+
+
 _kept: list[dict[tuple[Any, ...], torch.Tensor]] = []  # a global: autograd's threads recompute layers
 
 
 @contextmanager
 def stacks_kept() -> Iterator[None]:
-    """Meanwhile stacks of matrices that had to be cast are kept, with their place in the graph of gradients. The
-    matrices must stay as they are."""
+    """Meanwhile stacks of matrices that had to be cast are kept, with their place in the graph of gradients, and what
+    `cast_kept` has cast. The matrices must stay as they are."""
     _kept.append({})
     try:
         yield

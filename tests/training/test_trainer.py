@@ -282,6 +282,12 @@ def test_weights_are_cast_once_a_step_and_gradients_are_as_if_each_micro_batch_c
         assert torch.equal(gradient, anew[name])
 
 
+@pytest.mark.parametrize("shape", [{"kind": "eagle3", "layers": [1]}, {"kind": "medusa", "own_head": True}])
+def test_an_lm_head_of_the_drafts_own_is_cast_once_a_step(tmp_path, data, shape):
+    target = a_target(dtype=torch.bfloat16)
+    assert casts_of_a_step(make_trainer(tmp_path, data, rows=1, target=target, shape=shape)) == {1}
+
+
 def test_the_weight_of_smooth_l1_goes_evenly_to_its_end(tmp_path, data):
     config, budget = TrainConfig(steps=5, l1_weight_end=0.2), Budget(5)
     falling = [config.l1_weight_at(budget.progress_at(step)) for step in range(1, 6)]
