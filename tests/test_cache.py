@@ -375,7 +375,9 @@ def test_of_much_data_a_sample_is_rendered(root, tmp_path, monkeypatch, capsys):
         rows[number] = row
     write_jsonl(tmp_path / "many.jsonl", rows)
     monkeypatch.setattr(size, "ALL", 900)
-    told, given = said(monkeypatch), (f"data.path={tmp_path / 'many.jsonl'}", "train.steps=10000", "data.row_tokens=64")
+    write_jsonl(tmp_path / "heldout.jsonl", chats(800, seed=4))
+    told, given = said(monkeypatch), [f"data.path={tmp_path / 'many.jsonl'}", "train.steps=10000", "data.row_tokens=64"]
+    given += [f"data.heldout={tmp_path / 'heldout.jsonl'}", "train.eval_batches=1000"]
     assert run_cache(root, tmp_path / "cache", "eagle", *given, "optim.tokens_per_step=128") == 0
     assert told[0].sampled == 900
     assert told[0].disk_bytes == pytest.approx(taken(tmp_path / "cache"), rel=0.02)

@@ -3,7 +3,7 @@
 import math
 import random
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -48,6 +48,7 @@ def size_of(run: Run, walk: Walk, layout: Layout) -> Size:
 
     Raises UserError as reading and rendering rows does.
     """
+    heldout = replace(walk.totals)  # met before, all of them
     bar = progress(None, "row of data read")
     while not walk.is_over and walk.stream.position.drawn <= ALL:
         next(walk)
@@ -57,7 +58,7 @@ def size_of(run: Run, walk: Walk, layout: Layout) -> Size:
     if walk.is_over:
         return _sized(run, walk.totals, layout)
     world = walk.world
-    own = _sampled(run, walk, layout) if world.is_main else None
+    own = _sampled(run, walk, layout, heldout) if world.is_main else None
     size = world.agreed(own)
     assert size is not None, "the first rank's"
     return size
@@ -82,9 +83,9 @@ def _bytes_of(run: Run, totals: Totals, layout: Layout) -> int:
     return totals.documents * one + layout.document_bytes(totals.tokens, totals.kept, only) - one
 
 
-def _sampled(run: Run, walk: Walk, layout: Layout) -> Size:
+def _sampled(run: Run, walk: Walk, layout: Layout, heldout: Totals) -> Size:
     """By ALL rows that are drawn from all of the data with equal chances; documents that are twice in the data count
-    twice."""
+    twice. `heldout`: what is written of other data."""
     draw, sample, rows = random.Random(0), list[Totals](), 0
     feed, packer = walk.stream.feed, Packer(run.data)
     bar = progress(None, "row counted")
@@ -104,9 +105,12 @@ def _sampled(run: Run, walk: Walk, layout: Layout) -> Size:
         counts = walk.stream.counts
         fill = counts["tokens"] / max(1, counts["tokens"] + counts["padding"])
         share = min(share, run.most_rows * run.data.row_tokens * fill / max(1, sum(tokens)))
-    totals = Totals(*(round(share * sum(getattr(each, name) for each in sample)) for name in vars(Totals())))
+    totals = Totals(
+        *(round(share * sum(getattr(each, name) for each in sample)) + met for name, met in vars(heldout).items())
+    )
     size = _sized(run, totals, layout)
     error = 2 * stdev(tokens) / math.sqrt(len(tokens)) / max(mean, 1e-9)
+    error *= 1 - heldout.tokens / max(1, totals.tokens)  # of these nothing is guessed
     return Size(size.documents, size.tokens, size.disk_bytes, len(sample), error)
 
 
