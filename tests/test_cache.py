@@ -18,6 +18,8 @@ from transformers import AutoModelForImageTextToText
 from eagle_train import cache, datastore, export, generate, train
 from eagle_train.artifacts.format import read_artifact
 from eagle_train.caching import build, size, walk
+from eagle_train.caching.options import Run
+from eagle_train.cli import compose
 from eagle_train.errors import UserError
 from eagle_train.models import state_files
 from eagle_train.models.cached_target import load_cached
@@ -472,6 +474,12 @@ def test_a_run_of_few_steps_is_cached_that_far(root, caches, tmp_path, capsys):
             assert told.startswith(f"error: {length}: target.path={tmp_path / 'cache'} holds the documents of 12 ")
             assert f"this run reads {reads}; run eagle-cache with {length}" in told
     assert not (tmp_path / "longer").exists()
+
+
+def test_a_runs_other_words_are_taken_and_change_nothing(root, tmp_path):
+    run_only = ["seed=3", "tracking=wandb", "profile=true", "cluster.gpus=8"]
+    given = [each.replace("target=/", "target.path=/") for each in words(root, "eagle", f"out={tmp_path / 'cache'}")]
+    assert Run.of(compose("cache", [*given, *run_only]), 1).draft == Run.of(compose("cache", given), 1).draft
 
 
 def test_what_was_learnt_before_a_document_that_is_not_there_is_kept(root, tmp_path, capsys):
