@@ -63,7 +63,7 @@ def cast_kept(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A weight's values in `dtype`, outside the graph of gradients; under `stacks_kept` a parameter is cast once."""
     if not _kept or weight.dtype == dtype:
         return weight.detach().to(dtype)
-    casts, key = _kept[-1], (dtype, id(weight))
+    casts, key = _kept[-1], (dtype, weight)  # not its id, which another tensor might have once it is gone
     if key not in casts:
         casts[key] = weight.detach().to(dtype)
     return casts[key]

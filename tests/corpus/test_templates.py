@@ -172,7 +172,9 @@ def test_reasoning_that_stays_in_the_content_gets_its_opening_tag():
     assert learnt == ["<think>\nr1\n</think>\n\na1<|im_end|>"]
 
 
-@pytest.mark.parametrize("content", ["Use the </think> tag.", "It is `</think>`.", "End with </think>.", "</think> is it"])
+@pytest.mark.parametrize(
+    "content", ["Use the </think> tag.", "It is `</think>`.", "End with </think>.", "</think> is it"]
+)
 def test_a_tag_that_an_answer_speaks_of_is_no_reasoning(content):
     renderer = renderer_of("gpt_oss")
     right = f"<|channel|>final<|message|>{content}<|return|>"
