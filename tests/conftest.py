@@ -77,6 +77,12 @@ def clock(monkeypatch) -> list[float]:
 
 
 @pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals of two questions, where a test has no more, or works them out by hand."""
+    monkeypatch.setattr(statistics, "FEWEST", 2)
+
+
+@pytest.fixture
 def noisy(monkeypatch):
     """No evaluation is refused because of its times: on a machine that does something else as well they are any."""
     monkeypatch.setattr(statistics, "check_timing", lambda results: None)

@@ -20,6 +20,7 @@ from evals.bench.questions import Question
 NGRAM = 8  # repeated sequences of so many tokens are counted
 LOOP = 16  # tokens: shorter answers are not called loops
 RESAMPLES = 2000  # of the questions, for a bootstrap interval
+FEWEST = 6  # questions: a bootstrap over fewer has far less than the 95 % that it tells
 NO_DRAFTS = "tree: no round was of a batch size that it drafts for, so there is nothing to measure; try chain3"
 NOT_PAYING = "tree: no drafts were expected to pay, so there is nothing to measure; try chain3, without engine.gate"
 NOTHING_DRAFTED = "drafter: it drafted nothing for these questions, so there is nothing to measure; ask others"
@@ -132,27 +133,27 @@ Runs = Sequence[Sequence[Sequence[int]]]
 """Of runs with several seeds, [tokens, calls] for each question."""
 
 
-def tpc_interval(runs: Runs) -> dict[str, float]:
-    """TPC of the runs together, and its 95 % bootstrap interval over seeds and questions."""
+def tpc_interval(runs: Runs) -> dict[str, float | None]:
+    """TPC of the runs together, and its 95 % bootstrap interval over seeds and questions, None for fewer questions than
+    `FEWEST`."""
     drawn = _drawn_questions(runs)
-    return _with_interval(_tpc_of(runs), _resampled(runs, drawn, seed=1))
+    return _with_interval(_tpc_of(runs), _resampled(runs, drawn, seed=1), drawn)
 
 
-def tpc_gain(ours: Runs, theirs: Runs, same_drafts: bool) -> dict[str, float]:
-    """TPC above another decoding's, and its 95 % bootstrap interval over seeds and questions, the same questions for
-    both. `same_drafts`: a seed's draft is the same in both, so that the same seeds are drawn too."""
+def tpc_gain(ours: Runs, theirs: Runs, same_drafts: bool) -> dict[str, float | None]:
+    """TPC above another decoding's, and its 95 % bootstrap interval as of `tpc_interval`, the same questions for both.
+    `same_drafts`: a seed's draft is the same in both, so that the same seeds are drawn too."""
     drawn = _drawn_questions(ours)
     spread = _resampled(ours, drawn, seed=1) - _resampled(theirs, drawn, seed=1 if same_drafts else 2)
-    return _with_interval(_tpc_of(ours) - _tpc_of(theirs), spread)
+    return _with_interval(_tpc_of(ours) - _tpc_of(theirs), spread, drawn)
 
 
 def question_interval(counts: Sequence[Sequence[int]]) -> tuple[float, float] | None:
-    """The 95 % bootstrap interval over questions of TPC, from [tokens, calls] of each; None for fewer than two."""
+    """The 95 % bootstrap interval over questions of TPC, from [tokens, calls] of each; None for fewer than `FEWEST`."""
     decoded = [[*each] for each in counts if each[1]]
-    if len(decoded) < 2:
+    if len(decoded) < FEWEST:
         return None
-    found = tpc_interval([decoded])
-    return found["low"], found["high"]
+    return _ends(_resampled([decoded], _drawn_questions([decoded]), seed=1))
 
 
 def _tpc_of(runs: Runs) -> float:
@@ -175,13 +176,24 @@ def _resampled(runs: Runs, drawn: torch.Tensor, seed: int) -> torch.Tensor:
     return summed[:, 0] / summed[:, 1]
 
 
-def _with_interval(tpc: float, spread: torch.Tensor) -> dict[str, float]:
-    low, high = spread.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+def _with_interval(tpc: float, spread: torch.Tensor, drawn: torch.Tensor) -> dict[str, float | None]:
+    low, high = _ends(spread) if drawn.shape[1] >= FEWEST else (None, None)
     return {"tpc": tpc, "low": low, "high": high}
 
 
+def interval_of(found: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The interval of what `tpc_interval` or `tpc_gain` gave; None where there is none."""
+    return None if found["low"] is None else (found["low"], found["high"])
+
+
+def _ends(spread: torch.Tensor) -> tuple[float, float]:
+    """The ends of the 95 % interval of resampled values."""
+    low, high = spread.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
 def speedup_interval(plain: Sequence[AnswerBatch], other: Sequence[AnswerBatch]) -> tuple[float, float] | None:
-    """The 95 % bootstrap interval over the questions of `compare`'s `speedup`; None for fewer than two questions with
+    """The 95 % bootstrap interval over the questions of `compare`'s `speedup`; None for fewer than `FEWEST` with
     decoding."""
     sums: dict[int, list[float]] = {}
     for place, batches in enumerate((plain, other)):
@@ -191,14 +203,12 @@ def speedup_interval(plain: Sequence[AnswerBatch], other: Sequence[AnswerBatch])
             own[2 * place] += sum(times)
             own[2 * place + 1] += len(times)
     decoded = [own for own in sums.values() if own[1] and own[3]]
-    if len(decoded) < 2:
+    if len(decoded) < FEWEST:
         return None
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(decoded), (RESAMPLES, len(decoded)), generator=generator)
     before, tokens, after, own_tokens = torch.tensor(decoded).double()[drawn].sum(1).unbind(-1)
-    ratios = (before / tokens) / (after / own_tokens)
-    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return low, high
+    return _ends((before / tokens) / (after / own_tokens))
 
 
 def num_rounds(batches: Iterable[AnswerBatch]) -> int:
@@ -295,8 +305,8 @@ def by_question(answers: Iterable[Answer]) -> list[list[int]]:
 def groups(answers: list[Answer], plain: list[Answer]) -> list[dict[str, Any]]:
     """TPC, acceptance and speed-up by category, by turn, and by turn of a category; None stands for all of them.
 
-    Intervals are of 95 %, by bootstrap over the questions; None for fewer than two. `plain`: plain decoding's answers
-    to the same prompts.
+    Intervals are of 95 %, by bootstrap over the questions; None for fewer than `FEWEST`. `plain`: plain decoding's
+    answers to the same prompts.
     """
     named = {answer.question.category for answer in answers if answer.question.category is not None}
     categories = sorted(named)

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from eagle_train.results import write_bytes
 from evals.bench.report import Found, literal
+from evals.bench.statistics import interval_of
 
 COLORS = 10  # of a plot
 
@@ -40,10 +41,12 @@ def _panel(axes: Any, parts: list[Found], tree: str) -> None:
     for place, name in enumerate(names):
         points = [(part["steps"], part["variants"][name]["tpc"][tree]) for part in parts if name in part["variants"]]
         steps, values = zip(*points, strict=True)
-        ends = [[each["tpc"] - each["low"] for each in values], [each["high"] - each["tpc"] for each in values]]
+        spreads = [interval_of(each) or (each["tpc"], each["tpc"]) for each in values]
+        below = [each["tpc"] - low for each, (low, _) in zip(values, spreads, strict=True)]
+        above = [high - each["tpc"] for each, (_, high) in zip(values, spreads, strict=True)]
         at = steps if len(parts) > 1 else [place]
         look: dict[str, Any] = {"fmt": "o-", "markersize": 4, "capsize": 2, "color": f"C{place % COLORS}"}
-        axes.errorbar(at, [each["tpc"] for each in values], yerr=ends, label=literal(name), **look)
+        axes.errorbar(at, [each["tpc"] for each in values], yerr=[below, above], label=literal(name), **look)
     if len(parts) > 1:
         axes.set_xscale("log")
         axes.set_xticks(sorted({part["steps"] for part in parts}), labels=[f"{part['steps']}" for part in parts])

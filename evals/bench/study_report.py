@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from eagle_train.artifacts.markdown import code, plain
 from evals.bench.report import Found, document, made_on, number, table
+from evals.bench.statistics import interval_of
 from evals.bench.study import part_title
 
 
@@ -97,11 +98,17 @@ def _by_tree(part: Found, title: str, figures: Mapping[str, Mapping[str, Found]]
     rows = [
         [
             plain(name),
-            *(f"{one[t]['tpc']:{sign}.3f} ({one[t]['low']:{sign}.2f} to {one[t]['high']:{sign}.2f})" for t in trees),
+            *(_figure(one[tree], sign) for tree in trees),
         ]
         for name, one in figures.items()
     ]
     return table([title, *map(plain, trees)], rows)
+
+
+def _figure(found: Found, sign: str) -> str:
+    interval = interval_of(found)
+    spread = "" if interval is None else f" ({' to '.join(f'{end:{sign}.2f}' for end in interval)})"
+    return f"{found['tpc']:{sign}.3f}{spread}"
 
 
 def speed_note(found: Found) -> str:

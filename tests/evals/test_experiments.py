@@ -75,6 +75,7 @@ def results(home: Path) -> dict:
     return json.loads((home / "out" / "results.json").read_text())
 
 
+@pytest.mark.usefixtures("few")
 def test_variants_train_for_the_references_time_and_once(home, in_process, capsys):
     def steps() -> dict[str, tuple[int, float]]:
         settings = [dict(override.split("=", 1) for override in run) for run in in_process]
@@ -157,7 +158,7 @@ def test_what_a_draft_cannot_do_is_refused_before_training(
 SAMPLED = {"temperature": 1, "drafting": "multinomial"}
 
 
-@pytest.mark.usefixtures("noisy")
+@pytest.mark.usefixtures("noisy", "few")
 def test_variants_of_decoding_share_a_draft(home, in_process, tmp_path, capsys):
     """Trained once, also where the reference is not the first; each answers as it decodes, and is timed."""
     names = "study.variants={exact: [], last: [], drawn: [], alike: []}"
@@ -200,6 +201,7 @@ def test_engines_decode_as_variants_do(home, tmp_path, monkeypatch):
     assert [config.sampling(name).temperature for name in ("base", "lk")] == [0, 1]
 
 
+@pytest.mark.usefixtures("few")
 def test_a_draft_that_is_given_is_not_trained(home, in_process, tmp_path, capsys):
     asked = ["only=[base]", f"out={tmp_path}/out", f"draft={home}/draft", "+study.trees.chain1=chain1", "seeds=[0,1]"]
     assert call(experiments.main, *given(home, *asked)) == 0

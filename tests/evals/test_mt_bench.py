@@ -270,7 +270,7 @@ def test_drafts_that_are_drawn(home, tmp_path):
     assert json.loads((tmp_path / "out" / "results.json").read_text())["differing_answers"] == 0
 
 
-@pytest.mark.usefixtures("noisy")
+@pytest.mark.usefixtures("noisy", "few")
 def test_a_suite_with_thinking_on_and_off(home, target, tmp_path, monkeypatch):
     """The template's variable is rendered, so that prompts differ; both are told in the report."""
     template = tmp_path / "thinking.jinja"
@@ -336,6 +336,7 @@ def test_questions_that_are_too_long_are_left_out(home, tmp_path):
     assert (found["questions"], found["too_long"]) == (1, 1)
 
 
+@pytest.mark.usefixtures("few")
 def test_the_whole_command(home, tmp_path):
     out = tmp_path / "out"
     run = [sys.executable, "-m", "evals.mt_bench", *arguments(home, f"out={out}", "tree=chain5", "batch_size=2")]

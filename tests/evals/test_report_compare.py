@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,15 @@ def verdicts(out: Path, old: Path, new: Path, *more: str, status: int = 0) -> di
     return {each["new"]["name"]: (each["verdict"], each["why"]) for each in found}
 
 
+def published(path: Path, name: str, change: Callable[[list[dict]], object] = len) -> Path:
+    """A published result as if nothing else had run beside it, in a file; `change`: of its rows."""
+    found = json.loads((PUBLISHED / f"{name}.json").read_text())
+    found["provenance"]["load_average"] = [0.0] * 3
+    change(found["rows"])
+    path.write_text(json.dumps(found))
+    return path
+
+
 def test_a_slower_and_worse_run_is_called_worse_and_fails(tmp_path, capsys):
     old, new = result(tmp_path / "old", answers(1)), result(tmp_path / "new", answers(2, calls=1.1, seconds=1.1))
     found = verdicts(tmp_path / "out", old, new, "fail_on_worse=true", status=1)
@@ -88,8 +98,11 @@ def test_other_hardware_and_other_load_are_never_the_code(tmp_path):
     assert found["TPC"] == ("cannot tell", "other hardware: gpu None, now NVIDIA H100")
     found = verdicts(tmp_path / "b", old, result(tmp_path / "busy", rows, load_average=[6.0, 6.0, 6.0]))
     assert found["speed-up"][0] == found["TTIT, ms"][0] == "cannot tell"
-    assert "other load" in found["speed-up"][1]
+    assert found["speed-up"][1] == "other work on the machine: 0.5 other processes, now 5.0"
     assert found["TPC"][0] == "worse"  # which no load changes
+    both = result(tmp_path / "as busy", answers(1), load_average=[6.0, 6.0, 6.0])
+    found = verdicts(tmp_path / "c", both, tmp_path / "busy")
+    assert found["speed-up"][0] == found["TTIT, ms"][0] == "cannot tell", "the same load is no reason to trust times"
 
 
 def test_times_are_not_compared_where_plain_decoding_changed_too(tmp_path):
@@ -101,22 +114,52 @@ def test_times_are_not_compared_where_plain_decoding_changed_too(tmp_path):
     assert "plain decoding's own changed by +20 %" in found["TTIT, ms"][1]
 
 
+def test_what_plain_decoding_changed_by_is_no_change_of_the_speed_up(tmp_path):
+    """Plain decoding alone 4 % slower: beyond the interval of the pairs, and no more than the machine's own drift."""
+    slower = [row | {"plain_decode_s": 1.04 * row["plain_decode_s"]} for row in answers(1)]
+    old, new = result(tmp_path / "old", answers(1)), result(tmp_path / "new", slower)
+    verdict, why = verdicts(tmp_path / "out", old, new)["speed-up"]
+    assert verdict == "noise"
+    assert why.endswith("paired by question; plain decoding's own changed by as much")
+    faster = [row | {"decode_s": 0.8 * row["decode_s"]} for row in slower]
+    assert verdicts(tmp_path / "more", old, result(tmp_path / "faster", faster))["speed-up"][0] == "better"
+
+
+def test_of_five_questions_nothing_is_told(tmp_path):
+    rows = {name: answers(1, calls)[:count] for name, calls, count in (("old", 1, 5), ("new", 1.5, 5), ("six", 1, 6))}
+    old, new = (result(tmp_path / name, rows[name]) for name in ("old", "new"))
+    assert verdicts(tmp_path / "out", old, new)["TPC"] == ("cannot tell", "no interval")
+    assert paired_columns(rows["old"], rows["new"]) is None
+    assert paired_columns(rows["six"], rows["six"]) is not None
+
+
+def test_an_old_interval_of_two_questions_tells_nothing(tmp_path):
+    for name, ends in (("old", [0.8, 0.9]), ("new", [1.5, 1.6])):
+        change = {"answers": 2, "speedup": sum(ends) / 2, "speedup_interval": ends}
+        published(tmp_path / f"{name}.json", "compare", lambda rows, own=change: rows[1].update(own))
+    assert call(report.main, f"compare=[{tmp_path}/old.json,{tmp_path}/new.json]", f"out={tmp_path}/out") == 0
+    judged = json.loads((tmp_path / "out/comparison.json").read_text())
+    assert {(e["verdict"], e["why"]) for e in judged if e["old"]["value"] != e["new"]["value"]} == {
+        ("cannot tell", "of 2 questions, and an interval needs 6")
+    }
+
+
 def test_without_intervals_nothing_is_told(tmp_path):
-    new = json.loads((PUBLISHED / "latency_profile.json").read_text())
-    new["rows"][1]["speedup"] *= 0.5
-    (tmp_path / "new.json").write_text(json.dumps(new))
-    verdicts(tmp_path / "out", PUBLISHED / "latency_profile.json", tmp_path / "new.json")
+    old = published(tmp_path / "old.json", "latency_profile")
+    new = published(tmp_path / "new.json", "latency_profile", lambda rows: rows[1].update(speedup=0.5))
+    verdicts(tmp_path / "out", old, new)
     judged = json.loads((tmp_path / "out/comparison.json").read_text())
     assert [each["why"] for each in judged if each["verdict"] == "cannot tell"] == ["no interval"]
     assert {each["verdict"] for each in judged} == {"cannot tell", "noise"}
 
 
 def test_intervals_that_do_not_overlap(tmp_path):
-    found = json.loads((PUBLISHED / "compare.json").read_text())
-    for row, ends in ((found["rows"][1], [0.8, 0.9]), (found["rows"][2], [1.5, 1.6])):
-        row["speedup"], row["speedup_interval"] = sum(ends) / 2, ends
-    (tmp_path / "new.json").write_text(json.dumps(found))
-    assert call(report.main, f"compare=[{PUBLISHED}/compare.json,{tmp_path}/new.json]", f"out={tmp_path}/out") == 0
+    def change(rows: list[dict]) -> None:
+        for row, ends in ((rows[1], [0.8, 0.9]), (rows[2], [1.5, 1.6])):
+            row |= {"speedup": sum(ends) / 2, "speedup_interval": ends}
+
+    old, new = published(tmp_path / "old.json", "compare"), published(tmp_path / "new.json", "compare", change)
+    assert call(report.main, f"compare=[{old},{new}]", f"out={tmp_path}/out") == 0
     judged = json.loads((tmp_path / "out/comparison.json").read_text())
     said = {each["new"]["of"]: each["verdict"] for each in judged if each["verdict"] in ("better", "worse")}
     assert said == {"eagle, heldout, batch size 1": "worse", "eagle2, heldout, batch size 1": "better"}

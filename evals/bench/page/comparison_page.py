@@ -13,10 +13,12 @@ ORDER = (WORSE, BETTER, UNKNOWN, NOISE)
 HOW = (
     "Worse and better: the 95 % interval of the difference excludes zero. It is paired by question where both kept "
     "their answers; else the two intervals must not overlap, which is stricter.",
-    "Among twenty figures that did not change, one is called better or worse by chance.",
-    "Cannot tell: no interval, or other hardware, or for times another load. Such a difference is none of the code.",
-    "TTIT and TTFT follow the machine's own drift, which plain decoding in the same run shows. Where its changed by "
-    "more than 5 %, they are not compared: look at the speed-up, and measure OLD again.",
+    "Of twenty figures that did not change, about one is called better or worse as questions are a sample. What a "
+    "machine does from run to run comes on top, as far as plain decoding does not show it: measure both again.",
+    "Cannot tell: no interval, or other hardware, or for times other work on the machine in one of the runs. Such a "
+    "difference is none of the code.",
+    "Times follow the machine's own drift, which plain decoding in the same run shows: intervals are wider by it. "
+    "Where its time changed by more than 5 %, TTIT and TTFT are not compared: look at the speed-up, and measure OLD again.",
 )
 
 

@@ -9,8 +9,9 @@ Interval = Sequence[float] | None
 @dataclass(frozen=True)
 class Figure:
     """A number of a result. `of`: drafter, tree and batch size, say; `interval`: of 95 %, or None; `is_time`: whether
-    it depends on the speed of the machine; `more_is_better`; `control`: the same time of plain decoding in the same
-    run, which changes with the machine."""
+    it depends on the speed of the machine; `more_is_better`; `control`: plain decoding's time between tokens, or to
+    the first one, in the same run, which changes with the machine; `is_ratio`: whether the value is that time divided
+    by another one of the run, so that most of such a change cancels."""
 
     of: str
     name: str
@@ -20,3 +21,4 @@ class Figure:
     is_time: bool = False
     batch_size: int | None = None
     control: float | None = None
+    is_ratio: bool = False

@@ -56,7 +56,8 @@ def _decoded(row: Any, plain: Any, of: str, tpc: Interval = None) -> Iterator[Fi
     """TPC, speed-up, TTIT and TTFT, under the names that evaluations share. `plain`: plain decoding's times."""
     size = row["batch_size"]
     yield Figure(of, "TPC", row["tpc"], tpc, batch_size=size)
-    yield Figure(of, "speed-up", row["speedup"], row.get("speedup_interval"), is_time=True, batch_size=size)
+    speed = Figure(of, "speed-up", row["speedup"], row.get("speedup_interval"), is_time=True, batch_size=size)
+    yield replace(speed, control=plain["ttit_s"] * 1e3, is_ratio=True)
     for name, key in (("TTIT, ms", "ttit_s"), ("TTFT, ms", "ttft_s")):
         less = Figure(of, name, row[key] * 1e3, None, more_is_better=False, is_time=True, batch_size=size)
         yield replace(less, control=plain[key] * 1e3)

@@ -1,25 +1,26 @@
 """Whether figures became better or worse between two results of the same evaluation and config, or differ by chance.
 
-A difference is called one of the code only where hardware and load are the same and an interval excludes chance.
-DESIGN section 3.8.
+A difference is called one of the code only where hardware is the same, no other work ran beside times, and an interval
+excludes chance. DESIGN section 3.8.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evals.bench.page.cautions import SPARE_LOAD, other_work
+from evals.bench.page.cautions import SPARE_LOAD, other_work, prompts_of
 from evals.bench.page.figure import Figure
 from evals.bench.page.figures import answer_sums, figures_of
 from evals.bench.page.gather import UNREADABLE, Source
 from evals.bench.page.shown import overrides
-from evals.bench.statistics import RESAMPLES
+from evals.bench.statistics import FEWEST, RESAMPLES
 
 BETTER, WORSE, NOISE, UNKNOWN = "better", "worse", "noise", "cannot tell"
-MOST_DRIFT = 0.05  # of plain decoding's time between two runs, beyond which other times are not compared
+MOST_DRIFT = 0.05  # of plain decoding's time between two runs, beyond which other times than ratios are not compared
 HARDWARE = ("cpu", "instructions", "cores", "threads", "gpu")
 COLUMNS = ("tokens", "calls", "decode_s", "plain_tokens", "plain_decode_s")  # of answers.jsonl, in this order
 # Figures as functions of these columns' sums [..., 5].
@@ -104,23 +105,42 @@ def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
         said = (f"{key} {old.provenance.get(key)}, now {new.provenance.get(key)}" for key in changed)
         return f"other hardware: {'; '.join(said)}"
     loads = [other_work(each) for each in (old, new)]
-    if now.is_time and abs(loads[0] - loads[1]) > SPARE_LOAD:
-        return f"other load: {loads[0]:.1f} other processes, now {loads[1]:.1f}"
-    drift = now.control / was.control - 1 if now.control and was.control else 0.0
-    if abs(drift) > MOST_DRIFT:
+    if now.is_time and max(loads) > SPARE_LOAD:
+        return f"other work on the machine: {loads[0]:.1f} other processes, now {loads[1]:.1f}"
+    drift = _drift(was, now)
+    if abs(drift) > MOST_DRIFT and not now.is_ratio:
         return f"plain decoding's own changed by {100 * drift:+.0f} %: the machine, or code that both share"
     return ""
+
+
+def _drift(was: Figure, now: Figure) -> float:
+    """By which share plain decoding's own time changed; 0 where there is none."""
+    return now.control / was.control - 1 if now.control and was.control else 0.0
 
 
 def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
     columns = _columns(old, new) if now.name in OF_ANSWERS else None
     if columns is not None:
         low, high = paired_interval(*columns, OF_ANSWERS[now.name])
-        return _signed(low, high, now), f"difference {low:+.3f} to {high:+.3f}, paired by question"
-    if was.interval is None or now.interval is None:
+        said = f"difference {low:+.3f} to {high:+.3f}, paired by question"
+    elif was.interval is None or now.interval is None:
         return UNKNOWN, "no interval"
-    low, high = now.interval[0] - was.interval[1], now.interval[1] - was.interval[0]
-    return _signed(low, high, now), "intervals overlap" if low <= 0 <= high else "intervals do not overlap"
+    elif (asked := min(_questions(old), _questions(new))) < FEWEST:
+        return UNKNOWN, f"of {asked} questions, and an interval needs {FEWEST}"
+    else:
+        low, high = now.interval[0] - was.interval[1], now.interval[1] - was.interval[0]
+        said = "intervals overlap" if low <= 0 <= high else "intervals do not overlap"
+    more = abs(_drift(was, now)) * max(was.value, now.value) if now.is_time else 0.0
+    within = low - more <= 0 <= high + more and not low <= 0 <= high
+    beyond = "; plain decoding's own changed by as much" if within else ""
+    return _signed(low - more, high + more, now), said + beyond
+
+
+def _questions(source: Source) -> float:
+    """Of how many questions a result's figures are, as far as it says; infinite where it does not."""
+    found = source.found.get("questions")
+    own = found if isinstance(found, int) else prompts_of(source)
+    return inf if own is None else own
 
 
 def _columns(old: Source, new: Source) -> tuple[Tensor, Tensor] | None:
@@ -139,14 +159,14 @@ def _signed(low: float, high: float, figure: Figure) -> str:
 
 def paired_columns(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor] | None:
     """COLUMNS of the same questions in both, float64 [questions, 5] each, those left out that one of them did not
-    decode; None where prompts differ or were not kept, or where fewer than two are left."""
+    decode; None where prompts differ or were not kept, or where fewer than `FEWEST` are left."""
     asked = [sorted((row.get("line", 0), str(row["question_id"]), row["turn"]) for row in rows) for rows in (old, new)]
     before, after = (answer_sums(rows, COLUMNS) for rows in (old, new))
     if before is None or after is None or asked[0] != asked[1]:
         return None
     both = torch.tensor([[before[line], after[line]] for line in before], dtype=torch.float64)
     both = both[(both[:, :, [COLUMNS.index("calls"), COLUMNS.index("plain_tokens")]] > 0).all(2).all(1)]
-    return None if len(both) < 2 else (both[:, 0], both[:, 1])
+    return None if len(both) < FEWEST else (both[:, 0], both[:, 1])
 
 
 def paired_interval(old: Tensor, new: Tensor, figure: Callable[[Tensor], Tensor]) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from evals.bench.page.blocks import Block, Facts, Plot, Table
 from evals.bench.page.decoding_blocks import acceptance
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import spread
+from evals.bench.statistics import interval_of
 from evals.bench.study import part_title
 
 MOST_POINTS = 240  # of a curve: more are not seen, and the page stays small
@@ -92,7 +93,7 @@ def experiments(source: Source) -> list[Block]:
         trees = list(next(iter(variants.values()))["tpc"])
         rows = [[name, *(_tpc(one["tpc"][tree]) for tree in trees)] for name, one in variants.items()]
         numbers = Table(f"TPC (95 %), {title}", ["variant", *trees], rows)
-        first = [(n, one["tpc"][trees[0]]["tpc"], _ends(one["tpc"][trees[0]])) for n, one in variants.items()]
+        first = [(n, one["tpc"][trees[0]]["tpc"], interval_of(one["tpc"][trees[0]])) for n, one in variants.items()]
         drawn = plots.intervals(first, f"TPC, {trees[0]}", 1)
         said = f"TPC of each variant with {trees[0]}, with 95 % intervals, {title}."
         blocks.append(Plot(f"TPC, {title}", said, drawn, numbers))
@@ -158,8 +159,4 @@ def _speedup(found: Mapping[str, Any] | None) -> str:
 
 
 def _tpc(found: Mapping[str, float], signed: bool = False) -> str:
-    return ("+" if signed and found["tpc"] >= 0 else "") + spread(found["tpc"], _ends(found))
-
-
-def _ends(found: Mapping[str, float]) -> tuple[float, float]:
-    return found["low"], found["high"]
+    return ("+" if signed and found["tpc"] >= 0 else "") + spread(found["tpc"], interval_of(found))

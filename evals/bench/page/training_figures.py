@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from evals.bench.page.figure import Figure
 from evals.bench.page.gather import Source
+from evals.bench.statistics import interval_of
 from evals.bench.study import part_title
 
 
@@ -12,7 +13,7 @@ def experiments(source: Source) -> Iterator[Figure]:
     for part in source.found["parts"]:
         for name, one in part["variants"].items():
             for tree, each in one["tpc"].items():
-                yield Figure(f"{name}, {tree}, {part_title(part)}", "TPC", each["tpc"], (each["low"], each["high"]))
+                yield Figure(f"{name}, {tree}, {part_title(part)}", "TPC", each["tpc"], interval_of(each))
     for name, by_tree in (source.found["speedups"] or {}).items():
         for tree, each in by_tree.items():
             if each is not None:  # None: its timing could not be right

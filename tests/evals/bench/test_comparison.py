@@ -69,7 +69,7 @@ def config_of(temperature=0.0, drafting="greedy"):
 
 
 @pytest.fixture
-def row(tmp_path) -> dict:
+def row(tmp_path, few) -> dict:
     cell = cell_of(tmp_path)
     found = row_of(cell, "own", PLAIN, DRAFTED, config_of())
     memory = {"bytes": 2_500_000}

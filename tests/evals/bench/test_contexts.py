@@ -22,6 +22,7 @@ def decoded(prompt: int, rounds: list[int], line: int = 1, **stats: list[int]):
     return replace(made, prompt=[7] * prompt, output=replace(made.output, rounds=rounds))
 
 
+@pytest.mark.usefixtures("few")
 def test_a_round_is_in_the_bucket_of_the_tokens_before_it():
     """The prompt's and the first token, which no round commits: 63 + 1 is the last context of the first bucket."""
     found = by_context([decoded(63, [1, 3, 62, 2]), decoded(127, [4], line=2)], limit=300)

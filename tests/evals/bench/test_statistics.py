@@ -83,12 +83,27 @@ def test_speed_up_over_everything_and_the_median_batch():
         statistics.compare([[answer([1])]], [[answer([1])]])
 
 
+@pytest.mark.usefixtures("few")
 def test_a_speed_ups_interval_is_over_the_questions():
     """By tokens: of the first question a second each and a half, of the second, asked twice, two seconds and four."""
     plain = [[answer(line=1, intervals_s=[1.0] * 4), answer(line=2, intervals_s=[2.0])], [answer(line=2)]]
     other = [[answer(line=1, intervals_s=[0.5] * 8), answer(line=2, intervals_s=[4.0])], [answer(line=2)]]
     assert statistics.speedup_interval(plain, other) == pytest.approx((0.5, 2.0))
     assert statistics.speedup_interval(plain[1:], other[1:]) is None
+
+
+def test_of_five_questions_there_is_no_interval():
+    """A bootstrap over so few has far less than 95 %: each kind of interval has the same least number."""
+    counts = [[10 + line, 5] for line in range(6)]
+    plain = [[answer(line=line, calls=2, tokens=2, intervals_s=[2.0] * 2)] for line in range(6)]
+    other = [[answer(line=line, calls=1, tokens=2, intervals_s=[1.0] * (2 + line))] for line in range(6)]
+    assert statistics.question_interval(counts[1:]) is statistics.speedup_interval(plain[1:], other[1:]) is None
+    assert {found["low"] for found in (tpc_interval([counts[1:]]), tpc_gain([counts[1:]], [counts[1:]], True))} == {
+        None
+    }
+    assert statistics.interval_of(tpc_interval([counts[1:]])) is None
+    assert statistics.question_interval(counts) == statistics.interval_of(tpc_interval([counts]))
+    assert statistics.speedup_interval(plain, other) == (2, 2)
 
 
 def test_counts_and_groups():
@@ -120,6 +135,7 @@ def test_counts_and_groups():
     }
 
 
+@pytest.mark.usefixtures("few")
 def test_a_group_has_intervals_over_its_own_questions():
     """Of one question there is none; plain decoding takes 2 s a token, drafts 1 s and 0.5 s."""
     own = [
@@ -157,6 +173,7 @@ def test_a_speed_up_beyond_tpc_is_an_error():
     statistics.check_timing({"tpc": 2.2, "speedup": 2.2, "speedup_batch_median": 2.3})
 
 
+@pytest.mark.usefixtures("few")
 def test_a_gain_is_over_all_answers_and_its_interval_over_the_questions():
     base = {"answers": [[30, 15], [10, 10]]}  # 40 tokens in 25 calls
     better = {"answers": [[30, 12], [10, 8]]}
@@ -168,8 +185,9 @@ def test_a_gain_is_over_all_answers_and_its_interval_over_the_questions():
     assert both["tpc"] == pytest.approx(80 / 45 - 80 / 50)
 
 
-def test_intervals_are_over_seeds_too():
+def test_intervals_are_over_seeds_too(monkeypatch):
     """Of one question, so that nothing but the seeds can differ; other seeds stand on either side of a gain."""
+    monkeypatch.setattr(statistics, "FEWEST", 1)
     worse, better = [[10, 10]], [[20, 10]]
     assert tpc_interval([worse, better]) == {"tpc": 1.5, "low": 1.0, "high": 2.0}
     assert tpc_gain([worse, better], [worse, better], same_drafts=False) == {"tpc": 0.0, "low": -1.0, "high": 1.0}
