@@ -21,6 +21,7 @@ from evals.bench.comparison_report import markdown, summary
 from evals.bench.contestants import contestants
 from evals.bench.evaluation import evaluation
 from evals.bench.pareto import plot_pareto
+from evals.bench.report import first_of
 from evals.bench.session import Session
 from evals.bench.tasks import GROUPED, read_tasks
 
@@ -61,8 +62,7 @@ def main(values: DictConfig) -> None:
         if session.world.is_main:
             plot_pareto(found, session.out / "pareto.png")
     session.say(summary(found), f"written to {session.out}: report.md, results.json, pareto.png")
-    more = f"; so for {len(wrong) - 1} more, which report.md names" if len(wrong) > 1 else ""
-    check(not wrong, "".join(wrong[:1]) + more)
+    check(not wrong, first_of(wrong))
 
 
 if __name__ == "__main__":

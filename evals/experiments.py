@@ -34,7 +34,7 @@ from eagle_train.settings import build
 from evals.bench import study_answers, study_runs
 from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.questions import Question, read_questions
-from evals.bench.report import loops, write_report
+from evals.bench.report import warnings, write_report
 from evals.bench.requests import check_fit
 from evals.bench.study import StudyConfig
 from evals.bench.study_plan import check_drafts, planned
@@ -91,7 +91,7 @@ def main(values: DictConfig) -> None:
     tables = [text for part in found["parts"] for text in part_tables(found, part)]
     tables += [speed_table(found["speedups"])] if found["speedups"] else []
     print(*map(aligned, tables), sep="\n\n")
-    print(*loops(found), f"written to {out}: report.md, results.json, tpc.png", sep="\n")
+    print(*warnings(found), f"written to {out}: report.md, results.json, tpc.png", sep="\n")
     check(not found["left_out"], "; ".join(found["left_out"]))
 
 

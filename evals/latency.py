@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from eagle_train.distributed import check_alone
+from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, Engine, SimulatedAcceptance
 from eagle_train.inference.drafters import drafter_name
 from eagle_train.settings import build
@@ -26,6 +27,7 @@ from evals.bench.latency_config import Config
 from evals.bench.latency_report import markdown, profile_text, summary
 from evals.bench.profiled_rounds import profiles, tokens_of
 from evals.bench.random_models import described, random_models
+from evals.bench.report import first_of
 from evals.bench.requests import PromptSource, deepest_of
 from evals.bench.session import Session
 from evals.bench.sweep import LOOKUP, PLAIN, TRANSFORMERS, Batch, Variants, sweep
@@ -59,6 +61,7 @@ def main(values: DictConfig) -> None:
     if config.shapes is not None and session.device == "cuda":
         tell_copy_bound(session, found)
     session.say(f"written to {session.out}: report.md, results.json" + (", traces" if config.profile else ""))
+    check(not found["left_out"], first_of(found["left_out"]))
 
 
 def tell_copy_bound(session: Session[Config], found: dict[str, Any]) -> None:

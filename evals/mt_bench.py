@@ -57,9 +57,9 @@ def main(values: DictConfig) -> None:
     about = {"draft_training": session.artifact.training if config.draft.path else None, **session.about()}
     found = {**measured(plain, speculative, config), "too_long": too_long, **config.about_questions(), **about}
     drafted = bool(found["acceptance_per_depth"])
+    session.write("answers.jsonl", answer_rows(plain.answers, speculative.answers))
     if config.batch_size == 1 and drafted:
         statistics.check_timing(found)
-    session.write("answers.jsonl", answer_rows(plain.answers, speculative.answers))
     if session.world.is_main and drafted:
         plot_acceptance(found, session.out / "acceptance.png")
     session.report(found, markdown(found))

@@ -15,7 +15,6 @@ from evals.bench.report import (
     decoding,
     depths,
     document,
-    loops,
     lossy,
     made_on,
     marked,
@@ -26,6 +25,7 @@ from evals.bench.report import (
     sampling,
     several,
     table,
+    warnings,
     with_interval,
 )
 
@@ -64,7 +64,7 @@ def summary(found: Found) -> str:
         )
     if found["lossy"]:
         lines.append(f"{lossy(found['config'])}: answers may be others than the target's own")
-    return "\n".join([*lines, *loops(found)])
+    return "\n".join([*lines, *warnings(found)])
 
 
 def markdown(found: Found) -> str:

@@ -16,7 +16,6 @@ from evals.bench.report import (
     contexts,
     depths,
     document,
-    loops,
     made_on,
     marked,
     ms,
@@ -27,6 +26,7 @@ from evals.bench.report import (
     several,
     subject,
     table,
+    warnings,
     with_interval,
 )
 from evals.bench.statistics import Answer
@@ -61,7 +61,7 @@ def summary(found: Found) -> str:
         lines.append(
             f"answers that differ from plain decoding's: {found['differing_answers']:,} of {found['prompts']:,}"
         )
-    return "\n".join([*lines, *loops(found)])
+    return "\n".join([*lines, *warnings(found)])
 
 
 def markdown(found: Found) -> str:

@@ -13,7 +13,6 @@ from evals.bench.report import (
     TERMS,
     decoding,
     document,
-    loops,
     lossy,
     made_on,
     marked,
@@ -24,6 +23,7 @@ from evals.bench.report import (
     sampling,
     several,
     table,
+    warnings,
 )
 
 Found = Mapping[str, Any]
@@ -56,7 +56,7 @@ def summary(found: Found) -> str:
             f"{ms(row['ttft_s']):>12}{ms(row['ttit_s']):>11}{row['tokens_per_s']:>10,.1f}{over(row, 'plain'):>7}"
         )
     said = [f"{lossy(found['config'])}: answers may be others than the target's own"] if found["lossy"] else []
-    return "\n".join([*lines, outside(found), *said, *loops(found)])
+    return "\n".join([*lines, outside(found), *said, *warnings(found)])
 
 
 def outside(found: Found) -> str:
@@ -82,7 +82,9 @@ def markdown(found: Found) -> str:
         setting += f" Drafter: {options(config['drafter'])}."
     if config["acceptance"]:
         setting += f" Weights are random, and acceptance is simulated: {config['acceptance']}."
-    title = f"{plain(found['tree'])} is {found['speedup']:.2f} times as fast as plain decoding"
+    title = f"{plain(found['tree'])} could not be measured"
+    if found["speedup"] is not None:
+        title = f"{plain(found['tree'])} is {found['speedup']:.2f} times as fast as plain decoding"
     sections = {marked(title, found): setting}
     together = latencies([row for row in found["rows"] if row["arrivals"] == "together"])
     sections["Batches"] = f"{together}\n\n{TERMS}\n\n{COLUMNS}"
@@ -95,6 +97,8 @@ def markdown(found: Found) -> str:
     sections["Where a round's time goes"] = stages(found)
     if found.get("profiles"):
         sections["Profiles"] = f"```\n{profile_text(found)}\n```\n\n{PROFILES}"
+    if found.get("left_out"):
+        sections["Left out"] = "\n".join(f"- {plain(said)}" for said in found["left_out"])
     sections["Made on"] = made_on(found)
     return document(sections)
 

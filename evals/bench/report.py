@@ -40,10 +40,29 @@ def loops(found: Found) -> list[str]:
     ]
 
 
+def beyond_calls(found: Found) -> list[str]:
+    """A sentence where a speed-up of single prompts exceeds tokens per call, though no more than noise explains; else
+    none."""
+    timed = [(each.get("decoding", each.get("tree")), each) for each in (found, *found.get("rows", []))]
+    alone = [(of, each) for of, each in timed if each.get("batch_size") == 1 and each.get("acceptance_per_depth")]
+    by_variant = found.get("speedups") or {}
+    alone += [(f"{name}, {tree}", each) for name, trees in by_variant.items() for tree, each in trees.items() if each]
+    names = [of for of, each in alone if each["speedup"] > each["tpc"] and each.get("arrivals") != "poisson"]
+    if not names:
+        return []
+    said = "Caution: more than tokens per call, which no draft can bring, is the speed-up of"
+    return [f"{said} {', '.join(dict.fromkeys(names))}. It is noise: ask more questions on a quieter machine."]
+
+
+def warnings(found: Found) -> list[str]:
+    """What a reader must know first: the sentences of `loops` and `beyond_calls`."""
+    return [*loops(found), *beyond_calls(found)]
+
+
 def write_report(out: Path, found: Found, report: str) -> None:
-    """report.md, with a warning of `loops` below its title, and results.json, each whole or not there."""
+    """report.md, with the `warnings` below its title, and results.json, each whole or not there."""
     title, rest = report.split("\n\n", 1)
-    write_text(out / "report.md", "\n\n".join([title, *loops(found), rest]))
+    write_text(out / "report.md", "\n\n".join([title, *warnings(found), rest]))
     write_json(out / "results.json", found)
 
 
@@ -108,6 +127,12 @@ def change(value: float, digits: int = 1) -> str:
     """A relative difference in percent, with its sign; zero has none."""
     text = f"{100 * value:+.{digits}f}"
     return f"{text[1:] if float(text) == 0 else text} %"
+
+
+def first_of(left_out: Sequence[str]) -> str:
+    """The first reason why rows are left out, and how many more there are; an empty text for none."""
+    more = f"; so for {len(left_out) - 1} more, which report.md names" if len(left_out) > 1 else ""
+    return "".join(left_out[:1]) + more
 
 
 def several(count: int, of: str, ending: str = "s") -> str:

@@ -10,7 +10,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 from eagle_train.inference import Engine
 from eagle_train.inference.drafters import drafter_name
 from eagle_train.models.draft_quantisation import Quant
@@ -81,15 +81,15 @@ class Variants:
 
 def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Iterator[dict[str, Any]]:
     """After each cell, what results.json says so far: a row for each cell and variant, how times grow, the breakdown of
-    each engine's rounds, and the first tree's figures on top. Raises UserError, before the first cell, for
-    prompts that do not fit."""
+    each engine's rounds, `left_out`, see `checked`, and the first tree's figures on top. Raises UserError, before the
+    first cell, for prompts that do not fit."""
     cells = cells_of(config)
     fixed = [prompts.batches(config.repeats, cell.batch_size, cell.context_length) for cell in cells]
     arriving: list[list[Batch]] = [[] for _ in cells]
     if config.rate is not None:
         arriving = [prompts.batches(config.repeats, config.requests, cell.context_length) for cell in cells]
         arriving = [with_arrivals(batches, config.rate, config.seed) for batches in arriving]
-    rows, breakdowns = [], []
+    rows, breakdowns, left_out = Rows(), Rows(), list[str]()
     bar, done = progress(sum(map(len, (*fixed, *arriving))), "batch"), 0
     for number, (cell, batches, arrivals) in enumerate(zip(cells, fixed, arriving, strict=True), 1):
         engines = variants.engines(cell.batch_size)
@@ -99,7 +99,9 @@ def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Ite
         warm_up(everybody, batches[0])
         answered = take_turns(everybody, batches, 0, partial(_advance, bar, done))
         done += len(batches)
-        rows += rows_of(config, cell, answered, batches, threads_of(baselines))
+        found, wrong = checked(config, cell, rows_of(config, cell, answered, batches, threads_of(baselines)))
+        rows += found
+        left_out += wrong
         if arrivals:
             played = take_turns(serving, arrivals, on_batch=partial(_advance, bar, done))
             done += len(arrivals)
@@ -110,7 +112,7 @@ def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Ite
         ]
         top = headline(rows, breakdowns, next(iter(config.drafters)))
         together = [row for row in rows if row["arrivals"] == "together"]
-        measured = {"rows": rows, "growth": growth(together), "breakdown": breakdowns}
+        measured = {"rows": rows, "growth": growth(together), "breakdown": breakdowns, "left_out": left_out}
         yield {**top, **measured, "cells": {"measured": number, "of": len(cells)}}
     bar.close()
 
@@ -143,8 +145,7 @@ def rows_of(
     batches: list[Batch],
     threads: Mapping[str, int] | None = None,
 ) -> Rows:
-    """A row for each variant; `threads`: of those that were tuned. Raises UserError where the speed-up of single
-    prompts exceeds tokens per call."""
+    """A row for each variant; `threads`: of those that were tuned. Raises UserError where nothing was decoded."""
     at = [[each.arrival for each in batch] for batch in batches]
     speeds = {name: list(map(statistics.tokens_per_s, answered[name], at)) for name in answered}
     poisson = any(chain.from_iterable(at))
@@ -175,11 +176,24 @@ def rows_of(
         found["lossy"] = any(answer.output.is_lossy for answer in answers) if name in config.drafters else False
         if may_differ(config, name):
             found["differing_answers"] = None
-        drafts = bool(found["acceptance_per_depth"])  # a table may draft nothing at this size
-        if name in config.drafters and drafts and cell.batch_size == 1 and not poisson:
-            statistics.check_timing(found)
         rows.append(found)
     return rows
+
+
+def checked(config: SweepConfig, cell: Cell, rows: Rows) -> tuple[Rows, list[str]]:
+    """The rows of batches that come together, and why some are left out: see `statistics.check_timing`."""
+    found, wrong = Rows(), list[str]()
+    for row in rows:
+        drafts = bool(row["acceptance_per_depth"])  # a table may draft nothing at this size
+        if row["decoding"] in config.drafters and drafts and cell.batch_size == 1:
+            try:
+                statistics.check_timing(row)
+            except UserError as error:  # the other rows stand, and took long to measure
+                at = "" if cell.context_length is None else f", context {cell.context_length}"
+                wrong.append(f"{row['decoding']}, batch size 1{at}: {error}")
+                continue
+        found.append(row)
+    return found, wrong
 
 
 def may_differ(config: SweepConfig, name: str) -> bool:
@@ -190,11 +204,15 @@ def may_differ(config: SweepConfig, name: str) -> bool:
 
 
 def headline(rows: Rows, breakdowns: Rows, tree: str) -> dict[str, Any]:
-    """The first tree's figures in the first cell, under the names of evals.mt_bench. DESIGN section 3.10."""
-    own, plain = (next(row for row in rows if row["decoding"] == name) for name in (tree, PLAIN))
+    """The first tree's figures in the first cell, under the names of evals.mt_bench; None where its row is left out.
+    DESIGN section 3.10."""
+    plain = next(row for row in rows if row["decoding"] == PLAIN)
+    cell = [plain[key] for key in ("batch_size", "context_length", "arrivals")]
+    same = [row for row in rows if [row[key] for key in ("batch_size", "context_length", "arrivals")] == cell]
+    own = next((row for row in same if row["decoding"] == tree), dict.fromkeys(plain))
     stages = next(each for each in breakdowns if each["decoding"] == tree)
     keys = ("tpc", "acceptance_per_depth", "speedup", "speedup_batch_median", "speedup_interval", "differing_answers")
-    times = [key for key in own if key.startswith(("ttft", "ttit"))]
+    times = [key for key in plain if key.startswith(("ttft", "ttit"))]
     return {
         "tree": tree,
         **{key: own[key] for key in (*keys, *times)},

@@ -131,6 +131,22 @@ def test_cells_that_were_measured_are_kept_where_a_later_one_fails(tmp_path, cap
     assert "Of 2 batch sizes and contexts 1 so far." in (tmp_path / "report.md").read_text()
 
 
+def test_a_timing_that_cannot_be_right_costs_its_row_alone(tmp_path, capsys, monkeypatch):
+    """Also where it is the first tree's in the first cell, of which the title is."""
+    compared = statistics.compare
+    monkeypatch.setattr(statistics, "compare", lambda *sides: compared(*sides) | {"speedup": 9.0})
+    assert call(latency.main, *SHAPES, f"out={tmp_path}", "device=cpu") == 2
+    err = capsys.readouterr().err
+    assert "error: chain3, batch size 1, context 12: speed-up 9.000 exceeds" in err
+    assert "; so for 1 more, which report.md names" in err
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert {(row["context_length"], row["decoding"]) for row in found["rows"]} >= {(12, "plain"), (20, "plain")}
+    assert found["speedup"] is None
+    report = (tmp_path / "report.md").read_text()
+    assert report.startswith("# chain3 could not be measured\n")
+    assert "- chain3, batch size 1, context 20: " in report.partition("## Left out")[2]
+
+
 def test_arrivals_that_do_not_fit_are_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
     """There is room for each single prompt, but one of three is too long."""
     monkeypatch.setattr(sweep, "take_turns", None)

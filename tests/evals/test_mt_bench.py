@@ -62,7 +62,7 @@ def test_a_report_that_cannot_be_right_is_not_written(home, tmp_path, monkeypatc
     faster = {"speedup": 9.0, "speedup_batch_median": 9.0, "differing_answers": 0}
     monkeypatch.setattr(statistics, "compare", lambda plain, speculative: faster)
     assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", "limit=1")) == 2
-    assert list((tmp_path / "out").iterdir()) == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["answers.jsonl"]  # which say why
     captured = capsys.readouterr()
     assert "the timing cannot be right" in captured.err
     assert "TPC" not in captured.out
@@ -336,7 +336,6 @@ def test_questions_that_are_too_long_are_left_out(home, tmp_path):
     assert (found["questions"], found["too_long"]) == (1, 1)
 
 
-@pytest.mark.usefixtures("few")
 def test_the_whole_command(home, tmp_path):
     out = tmp_path / "out"
     run = [sys.executable, "-m", "evals.mt_bench", *arguments(home, f"out={out}", "tree=chain5", "batch_size=2")]
@@ -367,7 +366,6 @@ def test_the_whole_command(home, tmp_path):
         ("plain_decode_s", "plain_tokens", found["plain_ttit_s"]),
     ):
         assert sum(row[seconds] for row in rows) / sum(row[tokens] for row in rows) == pytest.approx(ttit)
-    low, high = found["speedup_interval"]
-    assert low < found["speedup"] < high
+    assert found["speedup_interval"] is None  # of three questions
     assert "| writing | 4 |" in (out / "report.md").read_text()
     assert (out / "acceptance.png").read_bytes().startswith(b"\x89PNG")

@@ -7,7 +7,7 @@ from eagle_train.settings import BUNDLED
 from evals.bench.page.figure import Figure
 from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import TRAINING, Source
-from evals.bench.report import loops, several
+from evals.bench.report import loops, several, warnings
 
 FEW_PROMPTS = 100  # below, the interval of TPC is wider than most differences between drafts
 SPARE_LOAD = 0.5  # of running processes, beyond the threads of the evaluation itself
@@ -32,7 +32,7 @@ def _of_acceptance(source: Source) -> Iterator[str]:
         yield "Relaxed acceptance was asked for: answers need not be the target's own."
     if config.get("acceptance") is not None:
         yield "Acceptance was simulated: times are measured, and TPC and speed-ups follow from a share that was given."
-    yield from loops(source.found)
+    yield from warnings(source.found)
     if config.get("shapes") is not None:
         yield "Weights are random, of a model's shape: times are those of its size, and the texts mean nothing."
 

@@ -18,7 +18,8 @@ HOW = (
     "Cannot tell: no interval, or other hardware, or for times other work on the machine in one of the runs. Such a "
     "difference is none of the code.",
     "Times follow the machine's own drift, which plain decoding in the same run shows: intervals are wider by it. "
-    "Where its time changed by more than 5 %, TTIT and TTFT are not compared: look at the speed-up, and measure OLD again.",
+    "Where its time changed by more than 5 %, TTIT and TTFT are not compared: look at the speed-up, and measure OLD "
+    "again.",
 )
 
 
