@@ -93,22 +93,39 @@ def markdown(found: Found) -> str:
 
 
 def title(found: Found) -> str:
-    """The fastest drafter at the first batch size, or that none is faster than plain decoding."""
-    means = speedups(found, found["config"]["batch_sizes"][0])
+    """The fastest drafter at the first batch size, or that none is shown to be faster than plain decoding: on no task
+    its interval lies above 1."""
+    size = found["config"]["batch_sizes"][0]
+    means, rows = speedups(found, size), own_rows(found, size)
     if not means:
-        return "No drafter could be measured"
+        return "No drafter drafted anything" if rows else "No drafter could be measured"
     best = max(means, key=lambda name: means[name][0])
     name, times = plain(best), f"{means[best][0]:.2f} times"
     if means[best][0] <= 1:
         return f"No drafter is faster than plain decoding: {name}, the best, has {times} its speed"
+    spreads = [row["speedup_interval"] for row in rows if row["decoding"] == best and drafted(row)]
+    known = [spread for spread in spreads if spread is not None]
+    if not known:
+        return f"{name} has the largest speed-up, without an interval: {times} plain decoding"
+    if all(low <= 1 for low, _ in known):
+        return f"No drafter is shown to be faster than plain decoding: {name}, the best, has {times} its speed"
     return f"{name} is the fastest: {times} plain decoding"
 
 
+def drafted(row: Found) -> bool:
+    """Whether a decoding drafted anything in a cell; else it is plain decoding."""
+    return bool(row["acceptance_per_depth"])
+
+
 def speedups(found: Found, batch_size: int) -> dict[str, tuple[float, float, float]]:
-    """Each drafter's speed-up over the tasks at a batch size: geometric mean, least and most."""
+    """Each drafter's speed-up over the tasks at a batch size: geometric mean, least and most; of one that drafted
+    nothing in all of them, none, and where it drafted nothing in some, as plain decoding, 1 there."""
     by_name: dict[str, list[float]] = {}
-    for row in own_rows(found, batch_size):
-        by_name.setdefault(row["decoding"], []).append(row["speedup"])
+    rows = own_rows(found, batch_size)
+    drafting = {row["decoding"] for row in rows if drafted(row)}
+    for row in rows:
+        if row["decoding"] in drafting:
+            by_name.setdefault(row["decoding"], []).append(row["speedup"] if drafted(row) else 1.0)
     return {name: (geometric_mean(values), min(values), max(values)) for name, values in by_name.items()}
 
 
@@ -145,7 +162,7 @@ def measures(rows: Iterable[Found]) -> str:
             plain(decoding(row)),
             str(row["batch_size"]),
             number(row["tpc"]),
-            "" if row["memory"] is None else depths(row["acceptance_per_depth"]),
+            "" if row["memory"] is None else depths(row["acceptance_per_depth"], "drafted nothing; as plain decoding"),
             ms(row["ttit_p50_s"]),
             ms(row["ttit_s"]),
             number(row["tokens_per_s"], 1),

@@ -47,7 +47,8 @@ def beyond_calls(found: Found) -> list[str]:
     alone = [(of, each) for of, each in timed if each.get("batch_size") == 1 and each.get("acceptance_per_depth")]
     by_variant = found.get("speedups") or {}
     alone += [(f"{name}, {tree}", each) for name, trees in by_variant.items() for tree, each in trees.items() if each]
-    names = [of for of, each in alone if each["speedup"] > each["tpc"] and each.get("arrivals") != "poisson"]
+    known = [(of, each) for of, each in alone if None not in (each["speedup"], each["tpc"])]
+    names = [of for of, each in known if each["speedup"] > each["tpc"] and each.get("arrivals") != "poisson"]
     if not names:
         return []
     said = "Caution: more than tokens per call, which no draft can bring, is the speed-up of"
@@ -82,9 +83,9 @@ def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def depths(shares: Sequence[float]) -> str:
-    """Acceptance by depth, under `BY_DEPTH`."""
-    return " ".join(number(share) for share in shares) or "nothing drafted"
+def depths(shares: Sequence[float], none: str = "nothing drafted") -> str:
+    """Acceptance by depth, under `BY_DEPTH`. `none`: what is said where nothing was drafted."""
+    return " ".join(number(share) for share in shares) or none
 
 
 def with_interval(value: float | None, interval: Sequence[float] | None) -> str:

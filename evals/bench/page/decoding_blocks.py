@@ -133,8 +133,10 @@ def tpc_against_ttit(rows: Iterable[Row], where: str) -> Plot:
 
 
 def speedups(rows: Iterable[Row], where: str) -> list[Block]:
-    """Speed-ups over plain decoding with their intervals, the largest first; nothing of plain decoding alone."""
-    own = sorted((row for row in rows if row["decoding"] != "plain"), key=lambda row: -row["speedup"])
+    """Speed-ups over plain decoding with their intervals, the largest first; nothing of plain decoding, nor of drafters
+    that drafted nothing."""
+    others = [row for row in rows if row["decoding"] != "plain" and (row["decoding"] in PLAIN or drafts(row))]
+    own = sorted(others, key=lambda row: -row["speedup"])
     drawn = [(row["decoding"], row["speedup"], row.get("speedup_interval")) for row in own]
     if not drawn:
         return []

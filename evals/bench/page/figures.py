@@ -53,14 +53,21 @@ def tree_and_drafter(source: Source) -> str:
 
 
 def _decoded(row: Any, plain: Any, of: str, tpc: Interval = None) -> Iterator[Figure]:
-    """TPC, speed-up, TTIT and TTFT, under the names that evaluations share. `plain`: plain decoding's times."""
+    """TPC, speed-up, TTIT and TTFT, under the names that evaluations share; no speed-up where nothing was drafted.
+    `plain`: plain decoding's times."""
     size = row["batch_size"]
     yield Figure(of, "TPC", row["tpc"], tpc, batch_size=size)
-    speed = Figure(of, "speed-up", row["speedup"], row.get("speedup_interval"), is_time=True, batch_size=size)
-    yield replace(speed, control=plain["ttit_s"] * 1e3, is_ratio=True)
+    if row["acceptance_per_depth"]:
+        yield _speedup(row, plain, of, size)
     for name, key in (("TTIT, ms", "ttit_s"), ("TTFT, ms", "ttft_s")):
         less = Figure(of, name, row[key] * 1e3, None, more_is_better=False, is_time=True, batch_size=size)
         yield replace(less, control=plain[key] * 1e3)
+
+
+def _speedup(row: Any, plain: Any, of: str, size: int) -> Figure:
+    interval, control = row.get("speedup_interval"), plain["ttit_s"] * 1e3
+    figure = Figure(of, "speed-up", row["speedup"], interval, is_time=True, batch_size=size)
+    return replace(figure, control=control, is_ratio=True)
 
 
 def _mt_bench(source: Source) -> Iterator[Figure]:

@@ -10,6 +10,9 @@ from eagle_train.models.loading import TargetConfig, load_target
 from evals.bench import comparison, study_plot
 from evals.bench.comparison import ask, row_of
 from evals.bench.comparison_report import categories, expectations, measures, speedups, title
+from evals.bench.page.decoding_blocks import speedups as shown_speedups
+from evals.bench.page.figures import figures_of
+from evals.bench.page.gather import Source
 from evals.bench.pareto import front, plot_pareto, points
 from evals.bench.report import BY_DEPTH
 from evals.bench.requests import PromptSource
@@ -164,6 +167,7 @@ def found_of(*rows: tuple[str, str, int, float, float]) -> dict:
         "drafters": [{"name": name, "is_prepared": name == "eagle"} for name in names],
         "rows": [
             {"task": task, "decoding": name, "batch_size": size, "speedup": speedup, "memory": {"bytes": mb * 1e6}}
+            | {"speedup_interval": (speedup - 0.1, speedup + 0.1), "acceptance_per_depth": [0.5]}
             for task, name, size, speedup, mb in rows
         ],
     }
@@ -174,11 +178,41 @@ def found_of(*rows: tuple[str, str, int, float, float]) -> dict:
     [
         ((1.5, 0.9), "eagle is the fastest: 1.50 times plain decoding"),
         ((0.8, 0.9), "No drafter is faster than plain decoding: ngram, the best, has 0.90 times its speed"),
+        (
+            (1.05, 0.9),
+            "No drafter is shown to be faster than plain decoding: eagle, the best, has 1.05 times its speed",
+        ),
     ],
 )
 def test_the_title_says_what_pays(speedups, said):
     found = found_of(("a", "eagle", 1, speedups[0], 9), ("a", "ngram", 1, speedups[1], 0))
-    assert title(found | {"config": {"batch_sizes": [1]}}) == said
+    found |= {"config": {"batch_sizes": [1]}}
+    assert title(found) == said
+    for row in found["rows"]:
+        row["speedup_interval"] = None
+    assert speedups[0] < 1 or title(found).startswith("eagle has the largest speed-up, without an interval: ")
+
+
+def test_a_drafter_that_drafted_nothing_is_plain_decoding(tmp_path):
+    """By noise it has the largest speed-up, which is neither in the title nor in the picture nor a figure."""
+    found = found_of(
+        ("a", "eagle", 1, 1.5, 9), ("b", "eagle", 1, 1.5, 9), ("a", "none", 1, 9.0, 0), ("b", "no", 1, 9, 0)
+    )
+    for row in found["rows"][1:]:
+        row["acceptance_per_depth"] = []
+    found |= {"config": {"batch_sizes": [1]}}
+    assert title(found) == "eagle is the fastest: 1.22 times plain decoding"
+    assert speedups(found, 1).keys() == {"eagle"}
+    assert speedups(found, 1)["eagle"][1:] == (1.0, 1.5)
+    plot_pareto(found, tmp_path / "p.png")
+    assert title({**found, "rows": found["rows"][1:]}) == "No drafter drafted anything"
+    told = shown_speedups(found["rows"], "here")[0].numbers.rows
+    assert [name for name, _ in told] == ["eagle"]
+    times = {"tpc": 1.0, "ttit_s": 0.1, "ttft_s": 0.1}
+    rows = [{**row, **times} for row in found["rows"][:3]]
+    plain = [{"task": task, "decoding": "plain", "batch_size": 1, **times} for task in "ab"]
+    figures = figures_of(Source("x", "compare", {"rows": [*plain, *rows]}))
+    assert [each.of for each in figures if each.name == "speed-up"] == ["eagle, a, batch size 1"]
 
 
 def test_points_and_their_front(tmp_path):
