@@ -306,6 +306,15 @@ def test_a_broken_result_is_named(tmp_path, capsys, content):
     assert f"left out: {broken}: no JSON: " in capsys.readouterr().err
 
 
+def test_a_result_that_was_cut_off_is_named(tmp_path, capsys):
+    """Also before its key `evaluation`, which stands near the end."""
+    whole = (PUBLISHED / "gating.json").read_text()
+    (tmp_path / "whole.json").write_text(whole)
+    (tmp_path / "results.json").write_text(whole[: whole.index('"evaluation"')])
+    assert call(report.main, f"results=[{tmp_path}]", f"out={tmp_path}/out") == 0
+    assert f"left out: {tmp_path}/results.json: no JSON: " in capsys.readouterr().err
+
+
 def test_what_another_version_wrote_is_told_as_it_is(tmp_path):
     found = {name: json.loads((PUBLISHED / f"{name}.json").read_text()) for name in ("latency", "compare")}
     del found["latency"]["rows"][0]["ttit_p99_s"]

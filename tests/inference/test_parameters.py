@@ -475,6 +475,10 @@ def test_a_requests_own_template_variables():
         text_of({"mood": "c", "mod": "c"})
     said = "the chat template of moody reads no such variable; it reads mood, tone"
     assert str(error.value) == f"chat_template_kwargs.mod: {said}"
+    misspelt = Target(shared_target().model, tokenizer, name="moody", template_kwargs={"mod": "a"})
+    with pytest.raises(UserError) as error:
+        Requests(misspelt).tokens_of(chat, "it")
+    assert str(error.value) == f"template_kwargs.mod: {said}"
 
 
 def test_a_context_that_is_too_short_for_the_least_length():

@@ -170,20 +170,27 @@ class Requests:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The target's chat template. Raises UserError for invalid `template_kwargs`."""
-        return ChatTemplate(self.target.tokenizer, self.target.template_kwargs)
+        """The target's chat template. Raises UserError for `template_kwargs` that are invalid, or that it does not
+        read."""
+        template = ChatTemplate(self.target.tokenizer, self.target.template_kwargs)
+        self._check_read(template, template.kwargs, "template_kwargs")
+        return template
 
     def _template_with(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
         """The target's chat template, with these variables over its own. Raises UserError for those that it does not
         read."""
         if not variables:
             return self.template
-        unread = [name for name in variables if name not in self.template.variables()]
-        if unread:
-            known = ", ".join(self.template.switches) or "none"
-            said = f"the chat template of {self.target.name} reads no such variable; it reads {known}"
-            raise UserError(f"chat_template_kwargs.{unread[0]}: {said}")
+        self._check_read(self.template, variables, "chat_template_kwargs")
         return ChatTemplate(self.target.tokenizer, self.template.kwargs | dict(variables))
+
+    def _check_read(self, template: ChatTemplate, variables: Mapping[str, Any], field: str) -> None:
+        """Raise UserError, naming `field`, for variables that a template does not read."""
+        unread = [name for name in variables if name not in template.variables()]
+        if unread:
+            known = ", ".join(template.switches) or "none"
+            said = f"the chat template of {self.target.name} reads no such variable; it reads {known}"
+            raise UserError(f"{field}.{unread[0]}: {said}")
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

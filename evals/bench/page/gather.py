@@ -18,6 +18,7 @@ _LOG = logging.getLogger(__name__)
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration, RuntimeError, OSError)
 """What reading a result raises that another version wrote, or another program under the same name."""
 METRICS = "metrics.jsonl"
+RESULTS = "results.json"
 TRAINING = "training"  # the evaluation's name that a training run's metrics get
 _DEEPEST = 3  # how far within a file of several results these are looked for
 
@@ -89,8 +90,9 @@ def _of_file(path: Path) -> list[Source]:
     if path.name == METRICS:
         return [_training(path)]
     text = _bytes_of(path)
-    # A tokenizer's or a config's JSON is not parsed.
-    return list(_within(json_of(text, path), path.as_posix(), path)) if b'"evaluation"' in text else []
+    # A tokenizer's or a config's JSON is not parsed; a result is, also one that ends before it says that it is one.
+    is_result = path.name == RESULTS or b'"evaluation"' in text
+    return list(_within(json_of(text, path), path.as_posix(), path)) if is_result else []
 
 
 def _within(found: Any, name: str, path: Path, depth: int = 0) -> Iterator[Source]:
