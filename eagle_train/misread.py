@@ -157,7 +157,13 @@ class _Keys:
     def _unknown(self, said: str, key: str) -> str:
         name = SHORT.get(key, key)
         what = "no such key" if said.lstrip("~+").partition("=")[0] == name else f"no such key as {name}"
-        return f"{said}: {what}{self.nearest(key)} {HELP}"
+        return f"{said}: {what}{self._choice(key, _typed(said)) or self.nearest(key)} {HELP}"
+
+    def _choice(self, key: str, value: str) -> str:
+        """The choice that was meant by a key of this name below a group, whose option the value names."""
+        above = {each.rpartition(".")[0] for each in self.known if each.rpartition(".")[2] == key}
+        meant = sorted(each for each in above & self.groups if value in options_of(each))
+        return f"; did you mean {meant[0]}={value}?" if meant else ""
 
     def nearest(self, key: str) -> str:
         """The key that was meant: one beside it, else one of the same name elsewhere, else one alike in all."""

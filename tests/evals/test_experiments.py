@@ -180,6 +180,12 @@ def test_variants_of_decoding_share_a_draft(home, in_process, tmp_path, capsys):
     assert "| drawn `temperature=1.0` `top_p=0.9` `drafting=multinomial` " in report
 
 
+def test_a_study_is_chosen_by_its_group(home, capsys):
+    """`study.name` would run the default study under the other's name."""
+    assert call(experiments.main, *given(home, "name=length")) == 2
+    assert "error: name=length: no such key; did you mean study=length? (" in capsys.readouterr().err
+
+
 def test_engines_decode_as_variants_do(home, tmp_path, monkeypatch):
     made = []
 

@@ -113,6 +113,8 @@ class Drafters:
         """A plan with room for what these drafters propose in its place. Raises UserError."""
         if plan.tree.num_nodes == 1 or not self.by_name:
             return plan
+        if len(self.by_name) == 1:  # beside others the tree is theirs
+            _check_grows(*self.by_name.values(), plan)
         own = {name: _plan_of(drafter, plan) for name, drafter in self.by_name.items()}
         if len(own) == 1:
             return own[next(iter(own))]
@@ -364,6 +366,12 @@ def _asked(drafter: Drafter, rows: list[int], ask: Callable[[list[int]], R], rea
     return [each for half in halves for each in _asked(drafter, half, ask, reasons)]
 
 
+def _check_grows(drafter: Drafter, plan: TreePlan) -> None:
+    """Raise UserError for a dynamic tree of a drafter that has none."""
+    grows, name = drafter.needs.grows or not isinstance(plan.tree, DynamicTree), type(drafter).__name__
+    check(grows, f"tree=dynamic: {name} has no probabilities by which a tree could grow; use chain3, say")
+
+
 def _plan_of(drafter: Drafter, plan: TreePlan) -> TreePlan:
     """A drafter's own plan in place of the engine's."""
     needs, tree = drafter.needs, plan.tree
@@ -373,7 +381,7 @@ def _plan_of(drafter: Drafter, plan: TreePlan) -> TreePlan:
         return TreePlan(OpenTree(tree.num_nodes, tree.num_nodes - 1))
     name = type(drafter).__name__
     if isinstance(tree, DynamicTree):
-        check(needs.grows, f"tree=dynamic: {name} has no probabilities by which a tree could grow; use chain3, say")
+        _check_grows(drafter, plan)
         return plan
     check(needs.by_row or isinstance(tree, Tree), f"tree: {name} proposes trees that are the same for all rows only")
     return plan

@@ -12,6 +12,8 @@ from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.named_trees import load_tree
 from eagle_train.inference.decode.row_trees import DynamicTree, dynamic
 from eagle_train.inference.drafters.drafter import Needs
+from eagle_train.inference.drafters.ngram import Ngram
+from eagle_train.inference.lookup.ngrams import NgramOptions
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from tests.support.inside import drafter_of
@@ -169,5 +171,7 @@ def test_who_cannot_grow_one_is_told():
     assert load_tree("dynamic") == dynamic(8, 5, 4)
     with pytest.raises(UserError, match=r"^tree=dynamic: Texts has no probabilities by which a tree could grow"):
         Engine(target, Texts(), "dynamic")
+    with pytest.raises(UserError, match=r"^tree=dynamic: Ngram has no probabilities by which a tree could grow"):
+        Engine(target, Ngram(NgramOptions()), "dynamic")
     with pytest.raises(OptionError, match=r"^drafting=multinomial: trees that differ by row are not drawn; use"):
         Engine(target, tiny_draft(target), "dynamic", drafting="multinomial")
