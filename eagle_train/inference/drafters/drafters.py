@@ -114,7 +114,7 @@ class Drafters:
         if plan.tree.num_nodes == 1 or not self.by_name:
             return plan
         if len(self.by_name) == 1:  # beside others the tree is theirs
-            _check_grows(*self.by_name.values(), plan)
+            _check_grows(next(iter(self.by_name.values())), plan)
         own = {name: _plan_of(drafter, plan) for name, drafter in self.by_name.items()}
         if len(own) == 1:
             return own[next(iter(own))]
