@@ -75,8 +75,8 @@ class Kind:
         engine = Engine(target, self.make(target, texts), self.tree, **{"max_batch_size": 3} | self.options | options)
         if self.is_moody:
             adaptive = inside(engine).adaptive
-            adaptive._costs = moody(adaptive._plain)
-            adaptive.opens = lambda most, rows: True  # drafts are to come and go within requests
+            adaptive._costs = moody(adaptive.plain)
+            adaptive.opens = lambda drafter, most, rows: True  # drafts are to come and go within requests
         return engine
 
 
