@@ -85,7 +85,7 @@ def moody(plain: TreePlan) -> SimpleNamespace:
     turns of a few rounds."""
     asked = count()
 
-    def seconds(plan: TreePlan, rows: int) -> float:
+    def seconds(plan: TreePlan, rows: int, in_part: bool = False) -> float:
         if plan is plain:
             next(asked)
             return 1.0
