@@ -160,16 +160,15 @@ def test_each_batch_of_several_drafters_has_its_graph(tree, names):
     assert None not in keys
 
 
-def test_blocks_are_found_by_requests_with_the_same_drafter_alone():
-    """The others' keys and values of a draft would not lie in them."""
-    (prompt,) = random_tokens(3 * BLOCK + 2)
+def test_a_drafters_blocks_are_found_by_its_requests_and_by_those_without_a_drafter():
+    """The others' keys and values of a draft would not lie in them; the target's lie in all."""
     drafters = {"eagle": mixed("llama")["eagle"], "oracle": Oracle(answers("llama"))}
     engine = Engine(shared_target("llama"), drafters, "chain2", prefix_cache=True, kv_tokens=40 * BLOCK)
-    found = []
-    for name in ("eagle", "none", "eagle", "none"):
+    before, behind = random_tokens(3 * BLOCK + 2, 3 * BLOCK + 2)
+    asked = [(before, "none", 0), (before, "eagle", 0), (before, "eagle", 3), (before, "none", 3)]
+    for prompt, name, blocks in [*asked, (behind, "eagle", 0), (behind, "none", 3)]:
         (output,) = engine.generate([prompt], SamplingParams(max_tokens=3, ignore_eos=True, drafter=name))
-        found.append(output.stats.cached_tokens)
-    assert found == [0, 0, 3 * BLOCK, 3 * BLOCK]
+        assert output.stats.cached_tokens == blocks * BLOCK
 
 
 def test_who_cannot_be_a_drafter_is_told():
