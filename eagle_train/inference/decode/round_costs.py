@@ -15,8 +15,8 @@ from eagle_train.inference.parallel.tensor_parallel import Ranks
 # Standard deviations of the logarithm of a time.
 _NOISE = 0.03  # of a round, about what is expected
 _UNKNOWN = 0.5  # of all plans, before the first round of a batch size
-_AT_THE_START = 0.05  # of a plan, as it was timed at the start
-_IN_PART = 0.2  # of its rounds in which some rows alone draft, by those in which all do
+_AT_THE_START = 0.1  # of a plan, as it was timed at the start, when something else may have run
+_IN_PART = 0.4  # of its rounds in which some rows alone draft, by those in which all do
 _DRIFT, _OWN_DRIFT = 0.03, 0.001  # in a round: of all plans, with contexts and other load, and of each plan
 _UNSETTLED = 0.05  # of all plans, when other requests are in the batch: their contexts differ
 _AT_ONCE, _MOST_AT_ONCE = 4, 32  # rounds, the first ones of a plan, and later ones
