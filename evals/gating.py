@@ -1,14 +1,16 @@
 """What choosing by measured acceptance and cost brings: engine.gate and tree=auto against the best fixed choice.
 
 Loads: drafts that are never accepted, that are good, and that are good for every second request, which is simulated,
-so that outputs mean nothing, and every round is computed; and the draft's own acceptance. All choices answer the same
-batches, in turns of a few rounds. Paper section 3.4, DESIGN section 3.5.
+so that outputs mean nothing, and every round is computed; and the drafter's own acceptance, which is all there is of a
+drafter that may propose fewer drafts than the tree has. All choices answer the same batches, in turns of a few rounds.
+Paper section 3.4, DESIGN section 3.5.
 
     python -m evals.gating draft=DIR batch_sizes=[1,8] out=DIR
+    python -m evals.gating drafter=ngram batch_sizes=[1,8] out=DIR
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -16,13 +18,14 @@ from omegaconf import DictConfig
 
 from eagle_train.artifacts.markdown import aligned
 from eagle_train.errors import check
-from eagle_train.inference import Dispatcher, SamplingParams
+from eagle_train.inference import Dispatcher
+from eagle_train.inference.drafters import drafter_name
 from eagle_train.progress import progress
 from eagle_train.settings import build
 from evals.bench.choosing import DEPTH, LOADS, OWN, PLAIN, rates
-from evals.bench.config import BenchConfig, check_decodes, check_least, check_sizes
+from evals.bench.config import DrafterConfig, check_decodes, check_least, check_sizes
 from evals.bench.evaluation import evaluation_alone
-from evals.bench.report import document, made_on, number, table
+from evals.bench.report import document, made_on, number, sampling, subject, table
 from evals.bench.requests import PromptSource
 from evals.bench.session import Session
 from evals.bench.statistics import median_interval
@@ -33,7 +36,7 @@ _TOLD = {"noise": "none", "half": "every second request", "good": "all", OWN: "a
 
 
 @dataclass(kw_only=True)
-class Config(BenchConfig):
+class Config(DrafterConfig):
     """conf/commands/gating.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     tree: Any
@@ -54,7 +57,8 @@ class Config(BenchConfig):
         for tree in (self.tree, *self.others):
             check_tree(tree, max(self.batch_sizes))
             check(1 <= Dispatcher(tree).deepest <= DEPTH, f"tree={tree}: must be from 1 to {DEPTH} deep")
-        self.params = SamplingParams(max_tokens=self.max_tokens, seed=self.seed, ignore_eos=True)
+        self.check_draft()
+        self.params = replace(self.params, ignore_eos=True)
 
     @property
     def choices(self) -> dict[str, dict[str, Any]]:
@@ -62,19 +66,25 @@ class Config(BenchConfig):
         fixed = {str(tree): {"tree": tree} for tree in (self.tree, *self.others)}
         return {PLAIN: {}, **fixed, GATE: {"tree": self.tree, "gate": True}, AUTO: {"tree": "auto"}}
 
+    @property
+    def loads(self) -> list[str]:
+        """Acceptance is simulated of a trained draft alone, which proposes as many drafts as the tree has."""
+        return list(LOADS) if self.is_eagle else [OWN]
+
 
 @evaluation_alone("gating")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config = session.config
     source = PromptSource(session.requests, session.questions, config.params)
-    cells = [(size, load) for size in config.batch_sizes for load in LOADS]
+    cells = [(size, load) for size in config.batch_sizes for load in config.loads]
     rows, bar = list[dict[str, Any]](), progress(len(cells), "load")
     for done, (size, load) in enumerate(cells, 1):
         asked = source.batches(config.settle + config.repeats, size * config.per_row, None)
         found = rates(session, config.choices, size, load, asked)
         rows.append({"batch_size": size, "load": load, **compared(found, config)})
-        told = {"rows": rows, "left": len(cells) - done, **session.about()}
+        name = drafter_name(config.spec)
+        told = {"rows": rows, "left": len(cells) - done, "drafter": name, **session.about()}
         session.report(told, markdown(told))
         bar.update(done)
     bar.close()
@@ -114,8 +124,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     """report.md."""
     config = found["config"]
     said = (
-        f"Drafts of a good request are accepted with {config['acceptance']} where the one above was; of others never. "
-        "As accepted: nothing is simulated. "
+        f"{subject(found)}; {sampling(config)}. Drafts of a good request are accepted with {config['acceptance']} "
+        "where the one above was; of others never. As accepted: nothing is simulated. "
         f"Medians of {config['repeats']} batches of {config['per_row']} requests for each row, which take the places "
         f"of those that end, after {config['settle']} more batches; answers of up to {config['max_tokens']} tokens, "
         "reading prompts included; the engines take turns of a few rounds. `gate / best`: with engine.gate, against "

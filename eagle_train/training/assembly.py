@@ -25,7 +25,7 @@ from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, absent, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
-from eagle_train.drafts import Draft, DraftConfig, kind_named, planned_config
+from eagle_train.drafts import Draft, DraftConfig, kind_named, planned_config, saved_config
 from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device, warn_of_emulation
 from eagle_train.models.cached_target import CachedTarget, check_cached, check_holds, check_reaches, load_cached
@@ -48,13 +48,14 @@ from eagle_train.models.stops import load_stop_ids
 from eagle_train.models.target import Target, TargetEnds
 from eagle_train.settings import build
 from eagle_train.training.backend import ParallelConfig
-from eagle_train.training.checkpoint.format import checkpoints
+from eagle_train.training.checkpoint.format import checkpoints, newest_config
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.cost.estimate import GIB, ClusterConfig, PlannedRun
 from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.placement import chosen
+from eagle_train.training.resume import check_same_draft
 from eagle_train.training.target_pass import can_compile, target_states, to_device
 from eagle_train.training.train_config import OF_TARGET, TrainConfig, accumulation, rows_of_run
 from eagle_train.training.trainer import Trainer
@@ -89,7 +90,9 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
         f"out={out} holds checkpoints: name another directory, remove them, or give train.resume=true",
     )
     check_found(data)
-    check_start(train, planned, target_config, hf_config)
+    earlier = world.exchange(newest_config(out) if world.is_main and train.resume else None)[0]  # of this very run
+    if earlier is None:
+        check_start(train, planned, target_config, hf_config)
     sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63
     check(sound, f"seed={config.seed}: must be a whole number, 0 or more and below 2**63")
     random.seed(config.seed)
@@ -109,14 +112,16 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     if train.target_quant == "fp8" and isinstance(target, Target):
         round_target(target, world)
     own_length = config.draft.get(_POSITIONS) is None
-    given = None
-    if train.init_from not in (None, OF_TARGET):
-        given = _given_draft(str(train.init_from), shape, target, own_length)
-
     stream = Stream(data, renderer, train.micro_batch_rows, world)
-    if given is None and shape.vocab_size:
-        shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
-    draft = (_begun(shape, config.seed, train, target, target_config.path) if given is None else given).to(device)
+    if earlier is not None:  # the run's own weights follow, and what it started from may be gone
+        draft = _as_before(shape, *earlier, own_length).module()
+    elif train.init_from not in (None, OF_TARGET):
+        draft = _given_draft(str(train.init_from), shape, target, own_length)
+    else:
+        if shape.vocab_size:
+            shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
+        draft = _begun(shape, config.seed, train, target, target_config.path)
+    draft = draft.to(device)
     heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
     if isinstance(target, CachedTarget):
         for batch in heldout:  # else the run would end at its first measurement
@@ -379,6 +384,18 @@ def check_start(train: TrainConfig, draft: DraftConfig, target: TargetConfig, hf
         check(about.quant.scheme == "none", told)
         own, other = about.draft.kind, draft.kind  # the rest is compared when the target has completed its config
         check(own == other, f"draft={other}: not as {place} has it; give draft={own}")
+
+
+def _as_before(shape: DraftConfig, path: Path, config: dict[str, Any], own_length: bool) -> DraftConfig:
+    """`shape` with what the run found out when it began, of the config in its checkpoint at `path`: the draft's
+    vocabulary, and with `own_length` its longest context. Raises UserError where the rest is not as it was."""
+    before = saved_config(config, f"{path}: draft")
+    found = {"max_position_embeddings": before.max_position_embeddings} if own_length else {}
+    shape = dataclasses.replace(shape, **found)
+    if shape.vocab_size == before.vocab_size:
+        shape.vocabulary = before.vocabulary
+    check_same_draft(path, before, shape)
+    return shape
 
 
 def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: TargetEnds, path: str) -> Draft:

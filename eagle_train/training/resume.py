@@ -26,6 +26,16 @@ def check_budget(train: TrainConfig, path: Path, state: TrainState) -> None:
     )
 
 
+def check_same_draft(path: Path, trained: DraftConfig, draft: DraftConfig) -> None:
+    """Raise UserError where the checkpoint at `path`, of the draft `trained`, was made with another."""
+    if trained.kind != draft.kind:
+        raise UserError(f"draft={draft.kind}: {path} was trained with draft={trained.kind}; resume with the same")
+    for name, value in dataclasses.asdict(draft).items():
+        then = getattr(trained, name)
+        mine, theirs = (f"={value}", then) if name != "vocabulary" else ("", "other tokens")
+        check(then == value, f"draft.{name}{mine}: {path} was trained with {theirs}; resume with the same draft")
+
+
 def check_same_run(
     found: Checkpoint,
     draft: DraftConfig,
@@ -39,13 +49,7 @@ def check_same_run(
     `optimizer_names`: the names of the tensors in this run's optimiser.
     """
     path = found.path
-    trained = saved_config(found.config, f"{path}: draft")
-    if trained.kind != draft.kind:
-        raise UserError(f"draft={draft.kind}: {path} was trained with draft={trained.kind}; resume with the same")
-    for name, value in dataclasses.asdict(draft).items():
-        then = getattr(trained, name)
-        mine, theirs = (f"={value}", then) if name != "vocabulary" else ("", "other tokens")
-        check(then == value, f"draft.{name}{mine}: {path} was trained with {theirs}; resume with the same draft")
+    check_same_draft(path, saved_config(found.config, f"{path}: draft"), draft)
     made_for = found.state["target"]
     if made_for["fingerprint"] != target.identity.fingerprint:
         raise UserError(f"target.path={target.name}: {path} was trained for {made_for['name']}")

@@ -63,7 +63,7 @@ def rates(
     shares = [config.acceptance**depth for depth in range(1, DEPTH + 1)]
 
     def engine(name: str, options: Mapping[str, Any]) -> Engine:
-        drafter = None if name == PLAIN else session.drafter()
+        drafter = None if name == PLAIN else session.chosen_drafter()
         # Plain decoding too: to simulate takes a part of every round.
         acceptance = None if load == OWN else OfGoodRequests(shares)
         return session.engine(drafter, acceptance=acceptance, max_batch_size=size, longest=longest, **options)

@@ -94,6 +94,18 @@ def test_the_whole_command(home, tmp_path, capsys, monkeypatch):
     assert "every second request" in (out / "report.md").read_text()
 
 
+def test_other_drafters_are_measured_by_their_own_acceptance(home, tmp_path):
+    """Without draft=; a draft that is not given is one line."""
+    few = ["batch_sizes=[2]", "repeats=1", "settle=0", "max_tokens=6", "others=[]", f"out={tmp_path}"]
+    own = [f"target.path={home}/target", f"questions={home}/questions.jsonl", *few]
+    assert call(gating.main, *own, "drafter=ngram", "temperature=1") == 0
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [row["load"] for row in found["rows"]] == ["own"]
+    assert found["drafter"] == "ngram"
+    assert "make_ngram" in (text := (tmp_path / "report.md").read_text())
+    assert "temperature 1" in text
+
+
 def test_good_requests_alone_are_accepted():
     """Rows without a drafter, or with an even seed, commit one token a round."""
     target = shared_target("llama")
@@ -108,6 +120,7 @@ def test_good_requests_alone_are_accepted():
     ("given", "said"),
     [
         ("acceptance=1", "acceptance=1.0: must be between 0 and 1"),
+        ("draft.path=null", "draft is needed: give draft=DIR, or drafter=ngram, say"),
         ("repeats=0", "repeats=0: must be at least 1"),
         ("others=[chain9]", "tree=chain9: must be from 1 to 7 deep"),
     ],

@@ -17,6 +17,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -144,6 +145,14 @@ def directory_name(step: int) -> str:
 def step_of(path: Path) -> int:
     """The step of a checkpoint, from its directory's name."""
     return int(path.name.removeprefix("step-"))
+
+
+def newest_config(directory: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint in a run's directory that has the draft's config, verified or not, and this; else None."""
+    for path in reversed(checkpoints(directory)):
+        with suppress(OSError, ValueError):  # a torn checkpoint, which `CheckpointStore.latest` tells of
+            return path, json.loads((path / _CONFIG).read_text("utf-8"))
+    return None
 
 
 def checkpoints(directory: Path) -> list[Path]:

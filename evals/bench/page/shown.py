@@ -10,6 +10,7 @@ from evals.bench.page.gather import TRAINING, Source
 from evals.bench.report import several
 
 ABOUT: tuple[str, ...] = (
+    "target",
     "draft",
     "drafter",
     "drafters",
@@ -20,7 +21,9 @@ ABOUT: tuple[str, ...] = (
     "batch_sizes",
     "context_lengths",
 )
-ABOUT += ("questions", "tasks", "temperature", "max_tokens", "acceptance")  # what of a config its caption tells
+# What of a config its caption tells.
+ABOUT += ("questions", "tasks", "limit", "repeats", "temperature", "max_tokens", "acceptance", "device")
+_SHORT = {"target.path": "target", "draft.path": "draft"}  # keys that an override may call so
 # Keys of a training run's config that its caption tells, and how an override says them.
 OF_TRAINING = {"target.path": "target", "draft.kind": "draft", "draft.num_layers": "draft.num_layers"}
 OF_TRAINING |= {key: key for key in ("data.path", "optim.lr", "optim.tokens_per_step", "train.steps", "train.minutes")}
@@ -62,8 +65,9 @@ def command(source: Source) -> str:
         return " ".join(["eagle-train", *(f"{name}={given[key]}" for key, name in OF_TRAINING.items() if key in given)])
     config = {key: source.config.get(key) for key in ABOUT}
     config |= {"study": (config["study"] or {}).get("name"), "tree": _tree(config["tree"])}
+    config["target"] = {"path": (config["target"] or {}).get("path")}
     config["drafter"] = source.found.get("drafter")  # by its name; all its options are in the config
-    said = [f"{key.replace('draft.path', 'draft')}={value}" for key, value in overrides(config)]
+    said = [f"{_SHORT.get(key, key)}={value}" for key, value in overrides(config)]
     said = [each if len(each) <= LONGEST else each[: LONGEST - 3] + "..." for each in said]
     return " ".join([f"python -m evals.{source.evaluation}", *said])
 
