@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the first name is of torch 2.13 on
+
 
 class Ranks:
     """The ranks of a process group; None: one process, without communication."""
@@ -53,7 +55,7 @@ class Ranks:
             return own
         columns = torch.column_stack(own)
         everyone = columns.new_empty(self.size * len(columns), columns.shape[1])
-        dist.all_gather_into_tensor(everyone, columns, group=self.group)
+        _all_gather(everyone, columns, group=self.group)
         parts = everyone[:batch].split([x[0].numel() for x in own], dim=1)
         return tuple(part.reshape(batch, *x.shape[1:]) for part, x in zip(parts, own, strict=True))
 
@@ -68,7 +70,7 @@ class Ranks:
         if self.group is None:
             return x.unsqueeze(0)
         everyone = x.new_empty(self.size * x.numel())
-        dist.all_gather_into_tensor(everyone, x.flatten(), group=self.group)
+        _all_gather(everyone, x.flatten(), group=self.group)
         return everyone.view(self.size, *x.shape)
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
