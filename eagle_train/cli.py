@@ -247,8 +247,11 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callab
         @hydra.main(version_base="1.3", config_path=str(CONF_DIR.resolve()), config_name=f"{COMMANDS}/{config_name}")
         @functools.wraps(task)
         def run(config: DictConfig) -> None:
+            from eagle_train.hardware import keep_to_quota  # with torch, which the task's module has loaded
+
             try:
                 check_complete(config)
+                keep_to_quota()
                 with ending_with_its_reader():
                     task(config)
             except OmegaConfBaseException as error:

@@ -19,6 +19,7 @@ from eagle_train.ops.torch_private import bf16_on_other_cpus
 INT4_GPU, FP8_GPU = (8, 0), (8, 9)  # compute capability from which on a GPU has the product
 # Values of ONEDNN_MAX_CPU_ISA with which oneDNN has bf16 products: AVX-512 BF16, AMX, AVX10 and newer.
 _BF16_ISAS = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10", "DEFAULT", "ALL")
+_CPU_INFO, _CGROUP = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup")
 _COST = "computes in bf16 by emulation, 5 to 15 times as slow as in fp32"
 
 
@@ -95,13 +96,31 @@ def instructions() -> str:
 
 
 @cache
+def batches_products() -> bool:
+    """Whether a batch of fp32 products is one call of a CPU's library (MKL). Else torch makes one after the other."""
+    return torch.backends.mkl.is_available()
+
+
+def has_int4_product(device: torch.device) -> bool:
+    """Whether the device has products with INT4 weights. A CPU without vector instructions that torch was compiled
+    for takes 12 to 190 times as long for one as for the product with the weight widened."""
+    if device.type == "cpu":
+        return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
+    return is_gpu(device, INT4_GPU)
+
+
+@cache
 def _cpu_computes_bf16() -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return bf16_on_other_cpus()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"
     allowed = limit.upper().startswith(_BF16_ISAS)
     has = torch.cpu.get_capabilities()
-    return allowed and (has.get("avx512_bf16", False) or has.get("amx_tile", False))
+    return (
+        torch.backends.mkldnn.is_available()
+        and allowed
+        and (has.get("avx512_bf16", False) or has.get("amx_tile", False))
+    )
 
 
 def resolve_device(name: str) -> str:
@@ -111,9 +130,35 @@ def resolve_device(name: str) -> str:
     return "cuda" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu")
 
 
+def cpu_quota() -> float | None:
+    """How many CPUs' time the container of this process may use; None where no limit is told. Linux's cgroups, of
+    both versions: https://docs.kernel.org/admin-guide/cgroup-v2.html, `cpu.max`."""
+    newer, older = (_CGROUP / name for name in ("cpu.max", "cpu/cpu.cfs_quota_us"))
+    if newer.exists():
+        most, period = newer.read_text().split()
+    elif older.exists():
+        most, period = older.read_text().strip(), older.with_name("cpu.cfs_period_us").read_text().strip()
+    else:
+        return None
+    return None if most in ("max", "-1") else int(most) / int(period)
+
+
+def keep_to_quota() -> None:
+    """Let torch use no more threads than the container has CPUs: with more, all are stopped for a part of each tenth of
+    a second. Whoever sets OMP_NUM_THREADS has chosen."""
+    quota = cpu_quota()
+    if quota is not None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, int(quota))))
+
+
 def cpu_name() -> str:
-    """The processor's name as Linux tells it, or what Python knows."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    """The processor's name as Linux tells it, else what torch and Python know; empty if none does.
+
+    Of an ARM processor Linux tells numbers: `CPU implementer 0x41, part 0xd40` is a Neoverse V1.
+    """
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    numbers = [told.get(key) for key in ("CPU implementer", "CPU part")]
+    arm = "CPU implementer {}, part {}".format(*numbers) if all(numbers) else None
+    names = (told.get("model name"), torch.cpu.get_capabilities().get("cpu_name"), arm, platform.processor())
+    return next((str(name) for name in names if name), "")

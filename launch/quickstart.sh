@@ -2,6 +2,7 @@
 # Set-up and the main job on the bundled target: make chat data, train a draft, export it, measure what it is worth.
 # Usage: [OUT=DIR] bash launch/quickstart.sh [overrides for eagle-train, e.g. train.steps=100]
 # OUT: where all of it is written, outputs/quickstart unless told; an earlier quickstart there is replaced.
+# Paths are relative to the repository's root, wherever this is called from.
 . "$(dirname "$0")/setup.sh"
 set_up
 out="${OUT:-outputs/quickstart}"
@@ -11,12 +12,17 @@ for override in "$@"; do
         exit 2
     fi
 done
-if [ -d "$out" ] && [ ! -e "$out/train" ] && [ -n "$(ls -A "$out")" ]; then
-    echo "error: OUT=$out: there is something else than a quickstart's results; name another directory" >&2
-    exit 2
-fi
+own=(train draft report.md results.json acceptance.png answers.jsonl) # what a quickstart writes
+shopt -s nullglob dotglob
+for path in "$out"/*; do
+    if [[ " ${own[*]} " != *" ${path##*/} "* ]]; then
+        echo "error: OUT=$out: has ${path##*/}, which is no quickstart's result; name another directory" >&2
+        exit 2
+    fi
+done
+shopt -u nullglob dotglob
 eagle-train experiment=quickstart "$@" --cfg job >/dev/null # a mistake must not cost what is there
-rm -rf "$out"
+rm -rf "${own[@]/#/$out/}"
 
 echo "1/4  chat data from Python's standard library, in some 20 seconds"
 [ -s outputs/stdlib_chat/heldout.jsonl ] || python data/stdlib_chat.py outputs/stdlib_chat

@@ -41,7 +41,8 @@ set_up() {
     "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check -c "$constraints" -e ".${extra:+[$extra]}"
     echo "$wanted" >"$stamp"
   fi
-  export PATH="$PWD/$venv/bin:$PATH"
+  PATH="$(cd "$venv/bin" && pwd):$PATH"
+  export PATH
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then

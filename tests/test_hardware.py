@@ -7,6 +7,7 @@ from eagle_train import hardware
 from eagle_train.hardware import computes_bf16, computes_fp8, low_precision, warn_of_emulation
 from eagle_train.models.loading import TargetConfig, load_target, training_dtype
 from eagle_train.ops import attention
+from eagle_train.ops.threads import num_threads
 from eagle_train.training import muon
 
 
@@ -94,3 +95,54 @@ def test_nothing_is_said_where_nothing_is_emulated(made_for, recwarn, has, dtype
     made_for(has)
     warn_of_emulation("target.dtype", getattr(torch, dtype), "cpu")
     assert len(recwarn) == told
+
+
+def test_a_torch_without_onednn_has_no_bf16(monkeypatch):
+    """As on macOS, whose torch does not know the operator either."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(hardware, "_cpu_computes_bf16", hardware._cpu_computes_bf16.__wrapped__)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    for machine in ("arm64", "x86_64"):
+        monkeypatch.setattr(hardware.platform, "machine", lambda named=machine: named)
+        assert not computes_bf16("cpu")
+        assert "BF16" not in hardware.instructions()
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "threads"),
+    [
+        ({"cpu.max": "250000 100000\n"}, 2.5, 2),
+        ({"cpu.max": "50000 100000\n"}, 0.5, 1),
+        ({"cpu.max": "max 100000\n"}, None, 3),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None, 3),
+        ({}, None, 3),
+    ],
+    ids=str,
+)
+def test_torch_has_no_more_threads_than_a_container_has_cpus(monkeypatch, tmp_path, files, quota, threads):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert hardware.cpu_quota() == quota
+    with num_threads(3):
+        hardware.keep_to_quota()
+        assert torch.get_num_threads() == threads
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        torch.set_num_threads(3)
+        hardware.keep_to_quota()
+        assert torch.get_num_threads() == 3
+
+
+def test_an_arm_processor_has_a_name(monkeypatch, tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n")
+    monkeypatch.setattr(hardware, "_CPU_INFO", info)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    assert hardware.cpu_name() == "CPU implementer 0x41, part 0xd40"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": "neoverse-v1"})
+    assert hardware.cpu_name() == "neoverse-v1"
+    info.write_text("model name\t: AMD EPYC\n")
+    assert hardware.cpu_name() == "AMD EPYC"

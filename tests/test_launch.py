@@ -89,6 +89,12 @@ def test_overrides_are_the_commands_and_not_the_set_ups(tmp_path):
     environment = os.environ | {"OUT": "mine"}
     assert subprocess.run(["bash", "launch/quickstart.sh"], cwd=tmp_path, env=environment).returncode == 2
     assert (tmp_path / "mine/thesis").is_file()
+    (tmp_path / "mine/train").mkdir()  # beside what a quickstart writes, too
+    assert subprocess.run(["bash", "launch/quickstart.sh"], cwd=tmp_path, env=environment).returncode == 2
+    assert (tmp_path / "mine/thesis").is_file()
+    absolute = os.environ | {"VENV": str(tmp_path / ".venv")}
+    subprocess.run(["bash", "launch/quickstart.sh", "seed=2"], cwd=tmp_path, check=True, env=absolute)
+    assert "seed=2" in (tmp_path / "calls").read_text()
     (tmp_path / "other").mkdir()
     (programs / "eagle-train").write_text("#!/bin/bash\nexit 2\n")
     for overrides in (["train.step=7"], ["out=elsewhere"]):

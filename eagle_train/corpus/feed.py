@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -253,11 +254,18 @@ def _set_up_worker(config: DataConfig, renderer: ChatRenderer) -> None:
 
 def _end_with_pool(owner: int) -> None:
     """End this process when the pool's owner is gone, or sends SIGTERM, as it does for a broken pool."""
-    while os.getppid() == owner:
-        received = signal.sigtimedwait([signal.SIGTERM], 1)
-        if received is not None and received.si_pid == owner:
-            break
+    while os.getppid() == owner and not _is_ended_by(owner):
+        pass
     os._exit(1)
+
+
+def _is_ended_by(owner: int) -> bool:
+    """Wait a second for SIGTERM, which is blocked here; whether it came from the process `owner`."""
+    if not hasattr(signal, "sigtimedwait"):  # macOS, which does not tell who sent it either
+        time.sleep(1)
+        return signal.SIGTERM in signal.sigpending()
+    received = signal.sigtimedwait([signal.SIGTERM], 1)
+    return received is not None and received.si_pid == owner
 
 
 def work(rows: list[tuple[str, PlacedRow]]) -> list[_Rendered]:

@@ -63,7 +63,8 @@ class Compiled:
             return forward(*tensors, attend)
 
         options: dict[str, Any] = {"guard_filter_fn": _keep_shape_guards}
-        self.graph = torch.compile(with_own_graphs(graph), dynamic=True, fullgraph=True, options=options)
+        with compiling():
+            self.graph = torch.compile(with_own_graphs(graph), dynamic=True, fullgraph=True, options=options)
         self.kept = torch.zeros(0, device=device)
 
     def __call__(self, *given: Any) -> torch.Tensor:
@@ -89,7 +90,7 @@ def compiling() -> Iterator[None]:
     """Raises OptionError where torch.compile fails within."""
     try:
         yield
-    except compile_errors() as error:
+    except (compile_errors(), OSError) as error:  # OSError: the directory for what was compiled cannot be written
         raise OptionError(f"compile=True: torch.compile fails: {one_line(error)}") from error
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle_train.hardware import INT4_GPU, computes_fp8, is_gpu
+from eagle_train.hardware import batches_products, computes_fp8, has_int4_product
 from eagle_train.ops import few_rows
 from eagle_train.ops.kernels import is_plain
 from eagle_train.ops.torch_private import (
@@ -82,7 +82,7 @@ def _linear_on_cpu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     few = FEW_ROWS.start <= rows < FEW_ROWS.stop
     if rows > 0 and not (x.requires_grad and torch.is_grad_enabled()) and (packed := fp16_copy_of(weight)) is not None:
         out = fp16_product(x if x.ndim > 1 else x.unsqueeze(0), packed)
-    elif few and rows == 1 and inputs <= MOST_INPUTS and outputs % PIECE == 0:
+    elif few and rows == 1 and inputs <= MOST_INPUTS and outputs % PIECE == 0 and batches_products():
         pieces = weight.unflatten(0, (-1, PIECE))
         row = x.reshape(1, 1, inputs).expand(len(pieces), -1, -1)
         out = pieces.bmm(row.mT)  # by its strides a row that is turned, not a column: that takes many times as long
@@ -220,18 +220,19 @@ class Int4Linear(QuantisedLinear):
         return F.linear(x.float(), dequantise(*self.parts()))
 
     def use_kernel(self, dtype: torch.dtype) -> None:
-        """A GPU that has no such product keeps the twin."""
-        scales = self.scales.view(torch.bfloat16).t()
-        if self.codes.device.type == "cpu":
-            self.codes = int4_packed(unpack_int4(self.codes).int() + 8, INNER_TILES)
-        elif is_gpu(self.codes.device, INT4_GPU):
-            self.codes = int4_packed(self.codes, INNER_TILES)
-        else:
+        """A GPU that has no such product keeps the twin, and a CPU that has none the weight widened, in fp32."""
+        scales, on_cpu = self.scales.view(torch.bfloat16).t(), self.codes.device.type == "cpu"
+        if not has_int4_product(self.codes.device):
+            if on_cpu:
+                self.codes, self.has_kernel = dequantise(*self.parts()), True
             return
+        self.codes = int4_packed(unpack_int4(self.codes).int() + 8 if on_cpu else self.codes, INNER_TILES)
         self.scales = torch.stack((scales, torch.zeros_like(scales)), dim=-1).view(torch.int16)  # and zero points
         self.has_kernel = True
 
     def kernel(self, x: torch.Tensor) -> torch.Tensor:
+        if self.codes.dtype == torch.float32:
+            return linear(x.float(), self.codes)
         return int4_product(x.bfloat16().contiguous(), self.codes, GROUP, self.scales.view(torch.bfloat16))
 
 

@@ -361,4 +361,5 @@ def all_threads() -> Any:
 
 def bf16_on_other_cpus() -> bool:
     """Whether oneDNN has bf16 products on a CPU that is not x86. Missing: `torch.backends.mkldnn` does not tell."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    # A torch without oneDNN, as macOS has it, does not know the operator.
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -390,8 +390,8 @@ def _as_before(shape: DraftConfig, path: Path, config: dict[str, Any], own_lengt
     """`shape` with what the run found out when it began, of the config in its checkpoint at `path`: the draft's
     vocabulary, and with `own_length` its longest context. Raises UserError where the rest is not as it was."""
     before = saved_config(config, f"{path}: draft")
-    found = {"max_position_embeddings": before.max_position_embeddings} if own_length else {}
-    shape = dataclasses.replace(shape, **found)
+    if own_length:
+        shape = dataclasses.replace(shape, max_position_embeddings=before.max_position_embeddings)
     if shape.vocab_size == before.vocab_size:
         shape.vocabulary = before.vocabulary
     check_same_draft(path, before, shape)

@@ -87,7 +87,11 @@ class Lookahead:
             None if steps is None else steps + DRAWN_AHEAD,  # the last step looks ahead too
             self.stream.config.prefetch,
         )
-        self._upcoming.extend(self._take() for _ in range(DRAWN_AHEAD))
+        try:
+            self._upcoming.extend(self._take() for _ in range(DRAWN_AHEAD))
+        except BaseException:  # data that cannot be read, say: nobody will leave what was not entered
+            self._release(wait=False)
+            raise
         return self
 
     def __enter__(self) -> "Lookahead":

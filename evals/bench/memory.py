@@ -10,9 +10,11 @@ from typing import TypeVar
 from omegaconf import OmegaConf
 
 from eagle_train.cli import tell_plainly
+from eagle_train.errors import check
 from eagle_train.settings import build
 
 T = TypeVar("T")
+_STATUS = Path("/proc/self/status")
 
 
 def options(cls: type[T], usage: str) -> T:
@@ -36,4 +38,6 @@ def peak_bytes() -> int:
 
 def status(field: str) -> int:
     """A field of /proc/self/status, in bytes."""
-    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0]) * 1024
+    told = _STATUS.read_text().partition(f"{field}:")[2].split() if _STATUS.exists() else []
+    check(len(told) > 0, f"{field}: this system does not tell it in {_STATUS}; memory is measured on Linux")
+    return int(told[0]) * 1024

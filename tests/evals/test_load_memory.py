@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+from eagle_train.errors import UserError
 from evals import load_memory
+from evals.bench import memory
 
 
 @pytest.fixture
@@ -37,3 +39,9 @@ def test_a_rank_with_its_part_is_told_apart_from_one_with_all(measured):
     assert status == 1  # for the second
     assert 0.45 < shares["fsdp2"] < 0.85
     assert shares["replicated"] > 0.95
+
+
+def test_a_system_that_tells_no_memory_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
+    with pytest.raises(UserError, match=r"^VmHWM: this system does not tell it in .*; memory is measured on Linux$"):
+        memory.peak_bytes()

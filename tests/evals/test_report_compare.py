@@ -96,13 +96,22 @@ def test_other_hardware_and_other_load_are_never_the_code(tmp_path):
     found = verdicts(tmp_path / "a", old, result(tmp_path / "gpu", rows, gpu="NVIDIA H100"))
     assert {verdict for verdict, _ in found.values()} == {"cannot tell", "noise"}
     assert found["TPC"] == ("cannot tell", "other hardware: gpu None, now NVIDIA H100")
-    found = verdicts(tmp_path / "b", old, result(tmp_path / "busy", rows, load_average=[6.0, 6.0, 6.0]))
+    busy = result(tmp_path / "busy", rows, load_average=[7.0, 6.0, 6.0])
+    found = verdicts(tmp_path / "b", old, busy)
     assert found["speed-up"][0] == found["TTIT, ms"][0] == "cannot tell"
-    assert found["speed-up"][1] == "other work on the machine: 0.5 other processes, now 5.0"
+    assert found["speed-up"][1] == "other work on the machine: 0.0 other processes, now 5.0"
     assert found["TPC"][0] == "worse"  # which no load changes
     both = result(tmp_path / "as busy", answers(1), load_average=[6.0, 6.0, 6.0])
     found = verdicts(tmp_path / "c", both, tmp_path / "busy")
     assert found["speed-up"][0] == found["TTIT, ms"][0] == "cannot tell", "the same load is no reason to trust times"
+
+
+def test_cores_that_are_idle_leave_times_alone_and_a_processor_without_a_name_is_unknown(tmp_path):
+    old, rows = result(tmp_path / "old", answers(1), cores=64, threads=1), answers(2, calls=1.1, seconds=1.5)
+    found = verdicts(tmp_path / "a", old, result(tmp_path / "new", rows, cores=64, threads=1, load_average=[5.0] * 3))
+    assert "other work" not in found["speed-up"][1]
+    found = verdicts(tmp_path / "b", old, result(tmp_path / "arm", rows, cores=64, threads=1, cpu=""))
+    assert found["TPC"] == ("cannot tell", "hardware was not written")
 
 
 def test_times_are_not_compared_where_plain_decoding_changed_too(tmp_path):

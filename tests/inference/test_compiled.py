@@ -155,3 +155,9 @@ def test_without_a_compiler_nothing_is_asked_of_it():
     with broken, pytest.raises(UserError, match=r"^compile=True: torch.compile fails: .+") as failed:
         Engine(tiny_target(num_hidden_layers=1), max_batch_size=1, compile=True)
     assert "\n" not in str(failed.value)
+
+
+def test_where_nothing_compiled_can_be_written_it_is_one_line(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/nowhere")
+    with pytest.raises(UserError, match=r"^compile=True: torch\.compile fails: "):
+        Engine(tiny_target(num_hidden_layers=1), max_batch_size=1, compile=True)

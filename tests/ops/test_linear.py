@@ -181,6 +181,25 @@ def test_a_kernel_equals_its_twin(made, has_bias: bool, shape: tuple[int, ...], 
     assert (twin.dtype, twin.shape) == (dtype, (*shape[:-1], 48))
 
 
+def test_a_cpu_without_int4_products_keeps_the_weight_widened(monkeypatch) -> None:
+    """There the product takes up to 190 times as long."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(module, "int4_product", None)
+    made, x = Int4Linear.of(random(48, 256)), random(5, 256, seed=1)
+    twin = made(x)
+    made.use_kernel(torch.float32)
+    torch.testing.assert_close(made(x), twin)
+
+
+def test_one_row_is_multiplied_in_pieces_only_where_a_batch_is_one_call(monkeypatch) -> None:
+    weight, x, used = random(48, 256), random(1, 256, seed=1), list[bool]()
+    monkeypatch.setattr(F, "linear", lambda *given, plain=F.linear: used.append(True) or plain(*given))
+    for has in (True, False):
+        monkeypatch.setattr(module, "batches_products", lambda has=has: has)
+        torch.testing.assert_close(module._linear_on_cpu(x, weight, None), x @ weight.t())
+        assert bool(used) != has
+
+
 def check_close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
     assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
     found, wanted = found.float(), wanted.float()

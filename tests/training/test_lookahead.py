@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from eagle_train.errors import UserError
+from eagle_train.ops.threads import num_threads
 from eagle_train.training.lookahead import Lookahead
 
 ACCUMULATION = 2
@@ -46,6 +48,20 @@ def make():
     for each in made:
         each.__exit__(None, None, None)
     torch.set_num_threads(threads)
+
+
+def test_data_that_cannot_be_read_cost_no_threads():
+    """Of the process, which may try again."""
+
+    class Broken(Numbers):
+        def __next__(self) -> int:
+            raise UserError("row 1: is no chat")
+
+    with num_threads(2):
+        ahead = Lookahead(Broken(), 1, lambda batch: batch, lambda batch: batch, torch.device("cpu"))
+        with pytest.raises(UserError, match="is no chat"):
+            ahead.start(steps=1)
+        assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 5])

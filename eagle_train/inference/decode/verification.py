@@ -68,8 +68,9 @@ class Verification:
         # In two steps a GPU's reductions over a row are faster alone, but torch 2.11 fails at fusing them.
         self._dtype = lm_head.dtype
         options: Any = {"split_reductions": False} if lm_head.device.type == "cuda" else None
-        self._sampled = with_own_sizes(torch.compile(verify_sampled, dynamic=True, options=options))
-        self._drawn = with_own_sizes(torch.compile(verify_drawn, dynamic=True, options=options))
+        with compiling():
+            self._sampled = with_own_sizes(torch.compile(verify_sampled, dynamic=True, options=options))
+            self._drawn = with_own_sizes(torch.compile(verify_drawn, dynamic=True, options=options))
         shapes = {(min(rows, 2), plan): None for rows, plan in sizes if isinstance(plan.tree, Tree)}
         jobs: list[Callable[[], None]] = [
             partial(self._prepare, rows, plan, top_k, top_p, lm_head)

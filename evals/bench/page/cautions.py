@@ -10,7 +10,7 @@ from evals.bench.page.gather import TRAINING, Source
 from evals.bench.report import loops, several, warnings
 
 FEW_PROMPTS = 100  # below, the interval of TPC is wider than most differences between drafts
-SPARE_LOAD = 0.5  # of running processes, beyond the threads of the evaluation itself
+SPARE_LOAD = 0.5  # of running processes, beyond the cores
 TIMED = ("mt_bench", "latency", "compare", "switches", "tune_trees", "experiments", "quantisation", "gating")
 
 
@@ -53,11 +53,11 @@ def is_looping(source: Source) -> bool:
 
 
 def other_work(source: Source) -> float:
-    """How many processes ran beside the evaluation's own threads, about: the load average beyond these; 0 where it was
-    not written."""
+    """How many processes too many ran, about: the load average beyond the cores, of which each of the evaluation's
+    threads has one; 0 where it was not written."""
     made = source.provenance
     load = made.get("load_average") or [0]
-    return max(0.0, load[0] - made.get("threads", made.get("cores", 1)))
+    return max(0.0, load[0] - max(made.get("threads", 1), made.get("cores", 1)))
 
 
 def _of_the_machine(source: Source) -> Iterator[str]:

@@ -98,7 +98,7 @@ def _verdict(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, s
 
 def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
     """Why a difference need not be the code's; empty where it is."""
-    if not old.provenance or not new.provenance:
+    if not old.provenance or not new.provenance or "" in (old.provenance.get("cpu"), new.provenance.get("cpu")):
         return "hardware was not written"
     changed = [key for key in HARDWARE if old.provenance.get(key) != new.provenance.get(key)]
     if changed:
