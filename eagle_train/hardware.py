@@ -8,6 +8,7 @@ import os
 import platform
 import time
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -121,6 +122,12 @@ def _cpu_computes_bf16() -> bool:
         and allowed
         and (has.get("avx512_bf16", False) or has.get("amx_tile", False))
     )
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Makes a GPU the current one of this thread meanwhile: Triton's kernels start there, wherever their tensors are.
+    Nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def resolve_device(name: str) -> str:

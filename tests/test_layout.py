@@ -58,7 +58,6 @@ TESTED_IN = {
     "ops/test_attention.py": "ops/rule ops/visible_slots",
     "ops/test_few_rows.py": "ops/device_time ops/few_rows_kernel",
     "ops/test_head_argmax.py": "ops/head_argmax_kernel",
-    "ops/test_linear.py": "ops/kernels",
     "ops/test_paged.py": "ops/paged_kernel",
     "models/test_directory.py": "models/config_json",
     "artifacts/test_eagle3_layouts.py": "artifacts/foreign_eagle3 drafts/eagle3_layouts",

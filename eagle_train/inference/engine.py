@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_train.errors import check, shown
+from eagle_train.hardware import current
 from eagle_train.inference.batch import Batch
 from eagle_train.inference.decode.adaptive import Told
 from eagle_train.inference.decode.bookkeeping import FirstToken, Gain, RoundResult
@@ -160,6 +161,11 @@ class Engine:
         With `overlap` these are the previous round's. A step that samples first tokens reports them and leaves decoding
         to the next step. If a step raises, for example out of memory, no request is lost: call it again.
         """
+        with current(self.target.device):
+            return self._step()
+
+    def _step(self) -> list[Update]:
+        """As `step`."""
         if self._runner.ranks.group is None and time.perf_counter() - self._left_at > self._round_took:
             # A round in flight may have ended long ago: the caller did something else. Ranks, which must all know a
             # round's time or none, give the least of theirs.

@@ -14,6 +14,7 @@ from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
 from eagle_train.drafts import Draft
 from eagle_train.drafts.rope import check_rotary
 from eagle_train.errors import OptionError, check, shown
+from eagle_train.hardware import current
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
@@ -83,6 +84,14 @@ def build_parts(
                 check_sizes(read_artifact(each).target, given, f"draft={each}")
         target = load_target(given, device)
     check_graphs(config.graphs, target.device, target.together, target.is_offloaded)
+    with current(target.device):
+        return _of_loaded(target, draft, tree, config, acceptance)
+
+
+def _of_loaded(
+    target: Target, draft: AnyDraft, tree: Any, config: EngineConfig, acceptance: Acceptance | None
+) -> Parts:
+    """As `build_parts`."""
     drafters = _drafters(target, draft, config.draft_lm_head)
     target.join_products()
     optimize_for_decoding(target.model, target.dtype, [target.lm_head.weight])

@@ -8,7 +8,6 @@ GPU. The plain twin is `F.linear`. It may be recorded in CUDA graphs; torch.comp
 """
 
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from eagle_train.hardware import is_gpu
 from eagle_train.ops.device_time import gpu_seconds
-from eagle_train.ops.kernels import is_plain
+from eagle_train.ops.kernels import is_plain, starts_triton
 
 __all__ = ["DTYPES", "MOST_ROWS", "Way", "fastest", "product", "supports", "ways"]
 
@@ -97,7 +96,7 @@ def fastest(x: torch.Tensor, weight: torch.Tensor) -> Way | None:
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    return is_gpu(device, (8, 0)) and find_spec("triton") is not None
+    return is_gpu(device, (8, 0)) and starts_triton()
 
 
 @cache

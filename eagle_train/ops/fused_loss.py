@@ -9,12 +9,11 @@ of its own, which are put together at the row's end.
 """
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from eagle_train.ops.kernels import is_plain
+from eagle_train.ops.kernels import is_plain, starts_triton
 
 __all__ = ["LK_RATE", "fused_loss", "supports"]
 
@@ -27,7 +26,7 @@ _WARPS = 8
 def supports(logits: torch.Tensor) -> bool:
     """Whether `fused_loss` takes logits of this device and dtype."""
     on_gpu = logits.device.type == "cuda" and not is_plain("loss")
-    return on_gpu and logits.dtype in DTYPES and find_spec("triton") is not None
+    return on_gpu and logits.dtype in DTYPES and starts_triton()
 
 
 def fused_loss(

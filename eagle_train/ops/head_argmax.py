@@ -9,14 +9,13 @@ neither, because drafts are proposed between compiled forwards. Knows nothing of
 
 from collections.abc import Callable
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from eagle_train.hardware import is_gpu
 from eagle_train.ops.device_time import gpu_seconds
-from eagle_train.ops.kernels import is_plain
+from eagle_train.ops.kernels import is_plain, starts_triton
 
 __all__ = ["MOST_ROWS", "head_argmax", "pays", "supports"]
 
@@ -58,7 +57,7 @@ def pays(hidden: torch.Tensor, weight: torch.Tensor, by_logits: Callable[[], obj
 
 @cache
 def _runs_on(device: torch.device) -> bool:
-    return is_gpu(device, (8, 0)) and find_spec("triton") is not None
+    return is_gpu(device, (8, 0)) and starts_triton()
 
 
 def head_argmax(

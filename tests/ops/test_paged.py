@@ -110,6 +110,29 @@ def test_on_hopper_it_has_room_and_nothing_is_spilled(queries, slots):
     assert made["shared"] <= 99 * 2**10  # of GPUs of 8.6 and 8.9, the least that any has
 
 
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 128), ("fp32", 256), ("bf16", 256)])
+def test_on_smaller_gpus_it_has_room(monkeypatch, dtype, width):
+    """Of compute capability 8.6, as `paged_attention` asks for it, with the most queries."""
+    asked = {}
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *tensors, **given: asked.update(given)
+
+    monkeypatch.setattr(paged, "_kernels", lambda: (Kernel(),) * 3)
+    kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+    q, store = torch.zeros(1, 8, 64, width, dtype=kind), torch.zeros(64, 1, width, dtype=kind)
+    ends = torch.zeros(1, 64, dtype=torch.int32)
+    paged.paged_attention(q, store, store, torch.zeros(1, 4, dtype=torch.long), 16, ends, ends, 1.0)
+    asked = {key: value for key, value in asked.items() if key != "LANES"} | {"IN_FP32": False}
+    options = {key: asked.pop(key) for key in ("num_warps", "num_stages")}
+    pointers = dict.fromkeys(("q", "keys", "values"), f"*{dtype}") | {"table": "*i64", "first": "*i32", "ends": "*i32"}
+    numbers = dict.fromkeys(("q_row", "q_head", "q_token", "table_row"), "i32") | {"scale": "fp32", "cap": "fp32"}
+    types = pointers | {"out": "*fp32", "lse": "*fp32"} | numbers
+    made = compiled_kernel("eagle_train.ops.paged_kernel", "attend_split", types, asked, capability=86, **options)
+    assert made["shared"] <= 99 * 2**10
+
+
 @pytest.mark.parametrize(
     ("given", "dtype"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)],

@@ -19,13 +19,13 @@ USAGE = re.compile(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)")  # cuobjdump's; what 
 
 
 def compiled_kernel(
-    module: str, kernel: str, arguments: dict[str, str], constants: dict[str, Any], **options: int
+    module: str, kernel: str, arguments: dict[str, str], constants: dict[str, Any], capability: int = 90, **options: int
 ) -> dict[str, Any]:
-    """For compute capability 9.0: PTX, `shared` (bytes of a program), `registers`, `stack` and `local` (of a thread).
+    """For a compute capability: PTX, `shared` (bytes of a program), `registers`, `stack` and `local` (of a thread).
 
     `arguments`: Triton's types; of pointers, addresses are multiples of 16. `options`: num_warps and num_stages.
     """
-    spec = {"arguments": arguments, "constants": constants, "options": options}
+    spec = {"arguments": arguments, "constants": constants, "options": options, "capability": capability}
     command = [sys.executable, "-m", "tests.support.assembly", module, kernel, json.dumps(spec)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -47,7 +47,7 @@ def main(module: str, kernel: str, spec: str) -> None:
         {place[name]: value for name, value in constants.items()},
         {place[name]: [["tt.divisibility", 16]] for name, kind in arguments.items() if kind.startswith("*")},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=given["options"])
+    made = triton.compile(source, target=GPUTarget("cuda", given["capability"], 32), options=given["options"])
     reader = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

@@ -247,9 +247,10 @@ class Drafters:
         """Tokens, q and tree of all rows. Rows without a part repeat the pending token, in a tree of the root alone
         where trees differ by row."""
         trees = [_tree_of(part) for part in parts]
-        is_free = not self.varies or (self._ranks.group is None and not (by_row and isinstance(trees[0], Tree)))
-        if len(parts) == 1 and parts[0].rows is None and is_free:
-            return parts[0].drafted.tokens, parts[0].drafted.q, trees[0]
+        if len(parts) == 1 and parts[0].rows is None:
+            is_free = self._ranks.group is None and not (by_row and isinstance(trees[0], Tree))
+            if is_free or not self.varies:
+                return parts[0].drafted.tokens, parts[0].drafted.q, trees[0]
         last = round.pending.last
         if not self.varies:
             tree = trees[0] if trees else round.plan.tree

@@ -316,6 +316,29 @@ def test_what_others_decide_is_not_recorded():
     assert not graphs.ends.made
 
 
+class Faulty(Eagle):
+    """A user's drafter that never proposes anything."""
+
+    needs = Needs()
+
+    def propose(self, round):
+        raise ValueError("a bug")
+
+
+def test_among_several_drafters_a_round_without_drafts_is_one():
+    """The only request's drafter raises; or there is nothing to read any more."""
+    target, params = shared_target("llama"), SamplingParams(max_tokens=6, ignore_eos=True)
+    plain = Engine(target).generate(PROMPTS[:1], params)
+    engine = recorded(Engine(target, {"eagle": a_draft(), "own": Faulty(a_draft(), target)}, "chain3"))
+    with pytest.warns(UserWarning, match="a bug"):
+        outputs = engine.generate(PROMPTS[:1], replace(params, drafter="own"))
+    assert outputs[0].token_ids == plain[0].token_ids
+    both = {"eagle": a_draft(), "ngram": make_ngram(target, None)}
+    engine = recorded(Engine(target, both, {2: "chain0", 4: "chain3"}, max_batch_size=4))
+    asked = [replace(params, max_tokens=32), replace(params, max_tokens=40, drafter="ngram")]
+    assert [len(each.token_ids) for each in engine.generate(PROMPTS[:2], asked)] == [32, 40]
+
+
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_simulated_acceptance_is_recorded(drafts):
     """By each request's seed and position, as they are when it is replayed; and of plain decoding, where it is none."""
