@@ -165,6 +165,8 @@ def nobody_waits():
         "decode.sampling",
         "decode.prefill",
         "cache.prefix_cache",
+        "drafters.drafter",
+        "drafters.drafters",
     ]
     with no_values():
         for name in modules:
@@ -189,6 +191,18 @@ def test_nothing_in_a_round_waits_for_the_device(family, tree, drafting):
             engine.step()
         (done,) = finished
         assert [gain.tokens for gain in done.result.gains()]
+
+
+@pytest.mark.parametrize("drafting", DRAFT_MODES)
+def test_nor_does_a_round_in_which_some_rows_alone_draft(drafting):
+    engine = engine_for("llama", "n8", drafting=drafting, overlap=True)
+    for prompt, name in zip(PROMPTS, (None, "none", *[None] * len(PROMPTS)), strict=False):
+        engine.add(prompt, SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, drafter=name))
+    for _ in range(2):
+        engine.step()
+    with results_withheld(engine) as finished, nobody_waits():
+        engine.step()
+    assert [gain.tokens for gain in finished[-1].result.gains()]
 
 
 @pytest.mark.parametrize("drafting", DRAFT_MODES)

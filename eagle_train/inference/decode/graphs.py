@@ -98,8 +98,8 @@ class Graphs:
     def drafting_key(self, inputs: RoundInputs) -> DraftingKey | None:
         """The recording that a round's drafting fits; None where there is none.
 
-        There is none for a round in which the drafter catches up on more than `pending` tokens, or a row has no
-        drafter: it is rare.
+        There is none for a round in which the drafter catches up on more than `pending` tokens, which is rare, or a row
+        has no drafter.
         """
         size = self._size(inputs, _planned(inputs))
         if size is None or inputs.draft_prefix is None or inputs.pending.tokens.shape[1] > self.pending:

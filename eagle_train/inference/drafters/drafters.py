@@ -257,7 +257,7 @@ class Drafters:
             assert isinstance(tree, Tree)
             tokens = last.repeat(1, tree.num_nodes)
             for part in parts:
-                tokens[_index(part.rows)] = part.drafted.tokens
+                tokens[_index(part.rows, last.device)] = part.drafted.tokens
             return tokens, None, tree
         if self._ranks.group is None and all(tree.is_chain for tree in trees):  # ranks' text drafters may differ
             return self._chains(last, parts, trees)
@@ -267,7 +267,7 @@ class Drafters:
         real = torch.zeros_like(parents, dtype=torch.bool)
         real[:, 0] = True
         for part, tree in zip(parts, trees, strict=True):
-            place = (_index(part.rows), slice(tree.num_nodes))
+            place = (_index(part.rows, last.device), slice(tree.num_nodes))
             tokens[place] = part.drafted.tokens
             parents[place] = tree.parents if isinstance(tree, RowTrees) else tree.parent
             real[place] = tree.real if isinstance(tree, RowTrees) else True
@@ -280,7 +280,7 @@ class Drafters:
         width = max([1, *(tree.num_nodes for tree in trees)])
         tokens, lengths = last.repeat(1, width), torch.zeros_like(last[:, 0])
         for part, tree in zip(parts, trees, strict=True):
-            place = _index(part.rows)
+            place = _index(part.rows, last.device)
             tokens[place, : tree.num_nodes] = part.drafted.tokens
             lengths[place] = tree.row_depth if isinstance(tree, RowTrees) else tree.max_depth
         return tokens, None, RowChains(lengths, width)
@@ -293,9 +293,9 @@ class Drafters:
             return None
         wrong = torch.zeros_like(round.pending.counts, dtype=torch.bool)
         for rows, each in found:
-            wrong[_index(rows)] = each
+            wrong[_index(rows, wrong.device)] = each
         if reasons:
-            wrong[list(reasons)] = True
+            wrong[_index(list(reasons), wrong.device)] = True
         return wrong
 
     def _rewound_rows(self, part: Part, outcome: Outcome, rows: list[int]) -> tuple[list[int], Pending]:
@@ -404,5 +404,6 @@ def _tree_of(part: Part) -> AnyTree:
     return part.round.plan.tree
 
 
-def _index(rows: list[int] | None) -> list[int] | slice:
-    return slice(None) if rows is None else rows
+def _index(rows: list[int] | None, device: torch.device) -> torch.Tensor | slice:
+    """Rows for an assignment: a list of numbers would have the host wait for the device."""
+    return slice(None) if rows is None else to_device(rows, device, torch.long)
