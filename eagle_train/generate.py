@@ -5,7 +5,8 @@ Started by torchrun on several processes, these hold the target together (tensor
 
 import logging
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -16,7 +17,7 @@ from eagle_train.artifacts.format import load_draft
 from eagle_train.cli import command
 from eagle_train.errors import check, within
 from eagle_train.hardware import resolve_device
-from eagle_train.inference import Engine, EngineConfig, Output, SamplingParams
+from eagle_train.inference import Engine, EngineConfig, Output, SamplingParams, TokenLogprobs
 from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.drafters import drafter_spec, make_drafter
@@ -26,6 +27,8 @@ from eagle_train.inference.requests.detokenizer import Texts
 from eagle_train.inference.requests.marked_text import MarkedText
 from eagle_train.inference.requests.readable import chats, texts
 from eagle_train.inference.requests.requests import detokenizer_of
+from eagle_train.inference.requests.sampling_keys import KEYS as SHARED
+from eagle_train.inference.requests.sampling_keys import SamplingKeys
 from eagle_train.inference.requests.sequence import OVERFLOW
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
@@ -35,20 +38,14 @@ from eagle_train.terminal import COLORS, wants_color
 _LOG = logging.getLogger("eagle_train.generate")  # `__name__` is another one where the module is run
 
 
-@dataclass
-class Numbers:
-    """Keys of which each is one number or switch."""
+@dataclass(kw_only=True)
+class Keys(SamplingKeys):
+    """Those that say how answers are sampled, but for `stop` and `grammar`, which have several forms."""
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
     max_tokens: int
-    min_tokens: int
     seed: int | None
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
+    n: int
+    logprobs: int | None
     include_stop: bool
     relaxed_topk: int
     relaxed_delta: float
@@ -65,12 +62,12 @@ def job(config: DictConfig) -> int:
     """One rank's part; returns its exit status."""
     check(config.color in COLORS, f"color={config.color}: must be one of {', '.join(COLORS)}")
     check(bool(config.prompt), "prompt is empty: give prompt=TEXT")
-    stop, bias = (_plain(config[name]) for name in ("stop", "logit_bias"))
-    numbers = build(Numbers, {each.name: config[each.name] for each in fields(Numbers)}, "")
+    stop = OmegaConf.to_container(config.stop) if OmegaConf.is_config(config.stop) else config.stop
+    keys = build(Keys, {each.name: config[each.name] for each in fields(Keys)}, "")
     grammars: Any = OmegaConf.to_container(config.grammar)
     grammar = {kind: value for kind, value in grammars.items() if value is not None}
     stop = tuple(stop) if isinstance(stop, list) else stop
-    params = SamplingParams(**vars(numbers), stop=stop, logit_bias=bias, grammar=grammar or None)
+    params = keys.sampling_params(**_own(keys), stop=stop, grammar=grammar or None)
     given, quant = build(TargetConfig, config.target, "target"), build(Quant, config.quant, "quant")
     options, device = build(DraftOptions, config.draft, "draft"), resolve_device(config.device)
     engine_config, spec = build(EngineConfig, config.engine, "engine"), drafter_spec(config.drafter)
@@ -92,22 +89,38 @@ def job(config: DictConfig) -> int:
         _LOG.warning("no draft=, so decoding is plain and tree= is unused")
     engine = Engine(target, drafter, tree, engine_config)
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
-    request = engine.add(prompt, params)
-    text = detokenizer_of(Texts(target.tokenizer), params)
-    marked = MarkedText(text, wants_color(config.color, sys.stdout), on_terminal=sys.stdout.isatty())
-    while not request.finish_reason:
-        if engine.step() and world.is_main:
-            print(marked.new_text(request), end="", flush=True)
-    if world.is_main:
-        print(flush=True)
-        _LOG.info("%s", summary(engine.output(request)))
-    check(request.finish_reason != "overflow", f"target {target.name}: {OVERFLOW}")
+    for number in range(params.n):
+        one = replace(params.with_seed_after(number), n=1)
+        ended = _answer(engine, prompt, one, config.color, world.is_main)
+        check(ended != "overflow", f"target {target.name}: {OVERFLOW}")
     return 0
 
 
-def _plain(value: Any) -> Any:
-    """A key's value with Python's own lists and mappings."""
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+def _own(keys: Keys) -> dict[str, Any]:
+    """The keys that other commands do not share."""
+    return {name: value for name, value in vars(keys).items() if name not in SHARED}
+
+
+def _answer(engine: Engine, prompt: Any, params: SamplingParams, color: str, shows: bool) -> str | None:
+    """Print an answer as it comes if it `shows`, and what became of it. Returns its `finish_reason`."""
+    tokenizer = engine.target.tokenizer
+    request, text = engine.add(prompt, params), detokenizer_of(Texts(tokenizer), params)
+    marked = MarkedText(text, wants_color(color, sys.stdout), on_terminal=sys.stdout.isatty())
+    while not request.finish_reason:
+        if engine.step() and shows:
+            print(marked.new_text(request), end="", flush=True)
+    if shows:
+        output = engine.output(request)
+        print(*("", *map(partial(_line, tokenizer), output.logprobs or [])), sep="\n", flush=True)
+        _LOG.info("%s", summary(output))
+    return request.finish_reason
+
+
+def _line(tokenizer: Any, found: TokenLogprobs) -> str:
+    """A token's log-probability, and the most likely tokens with theirs."""
+    shown = [(found.token_id, found.logprob), *found.top]
+    token, *top = (f"{tokenizer.decode([each])!r} {logprob:.4f}" for each, logprob in shown)
+    return "  ".join([token, *([f"({', '.join(top)})"] if top else [])])
 
 
 def _gives_tree() -> bool:

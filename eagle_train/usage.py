@@ -105,9 +105,15 @@ def _merged(group: Path, option: str) -> Entries:
     found = _BASES.search(text)
     for base in found[1].split(", ") if found else []:
         if base != "_self_":
-            _overlay(entries, _merged(group, base))
+            _overlay(entries, _merged(*_place(group, base)))
     _overlay(entries, _entries(text))
     return entries
+
+
+def _place(group: Path, base: str) -> tuple[Path, str]:
+    """The group and the option of what a YAML of `group` begins with: an option of its own, or /GROUP/OPTION."""
+    other, _, option = base.removeprefix("/").rpartition("/")
+    return (group.parent / other if other else group), option
 
 
 def _lines_of(field: Field) -> list[str]:

@@ -187,6 +187,34 @@ def test_a_server_gives_the_engines_answers_though_it_is_busy_now_and_then(made,
     assert not any("top_k" in body for body in asked)
 
 
+def test_the_engine_and_a_server_are_asked_with_every_key_of_sampling(made, tmp_path, capsys, monkeypatch):
+    values = {"top_k": 5, "min_p": 0.1, "logit_bias": {"5": 2.0}, "repetition_penalty": 1.2, "presence_penalty": 0.5}
+    values |= {"frequency_penalty": -0.5, "min_tokens": 3}
+    given = ["limit=2", "temperature=0.5", *(f"{name}={value}".replace("'", "") for name, value in values.items())]
+    params, asked, generate = [], [], Engine.generate
+
+    def watched(engine, prompts, each):
+        params.extend(each)
+        return generate(engine, prompts, each)
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        asked.append(body)
+        return 200, completion("x")
+
+    monkeypatch.setattr(Engine, "generate", watched)
+    assert run(made, tmp_path / "ours.jsonl", *given) == 0
+    assert all(vars(each).items() >= {**values, "logit_bias": {5: 2.0}}.items() for each in params)
+    with server(answer) as url:
+        assert run(made, tmp_path / "theirs.jsonl", f"server.url={url}", *given) == 0
+        assert asked
+        assert all(body.items() >= values.items() for body in asked)
+    assert run(made, tmp_path / "ours.jsonl", *given) == 0
+    assert run(made, tmp_path / "ours.jsonl", *given, "min_p=0.2") == 2  # no run goes on with other answers
+    assert "was made with min_p=0.1, not 0.2" in capsys.readouterr().err
+    assert run(made, tmp_path / "ours.jsonl", *(each for each in given if "min_p" not in each)) == 2
+    assert "was made with min_p=0.1, not 0.0" in capsys.readouterr().err
+
+
 def test_a_server_that_refuses_one_row_goes_on_and_one_that_is_gone_ends_the_run(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
 

@@ -14,6 +14,7 @@ from urllib3.util import Retry
 from eagle_train.corpus.conversations import REASONING_FIELDS, Message
 from eagle_train.corpus.reasoning import cut_tag
 from eagle_train.errors import UserError, check
+from eagle_train.inference.requests.sampling_keys import changed
 from eagle_train.regeneration.dialogue import Dialogue
 from eagle_train.regeneration.options import BATCHES_AHEAD, RegenerateConfig, ServerConfig
 
@@ -95,8 +96,7 @@ def _body_of(config: RegenerateConfig, dialogue: Dialogue) -> dict[str, Any]:
         "top_p": params.top_p,
         "seed": params.seed,
     }
-    if params.top_k:
-        body["top_k"] = params.top_k
+    body |= changed(vars(params), "temperature", "top_p")  # a server may not know the others
     if variables := (config.data.template_kwargs or {}) | dict(dialogue.variables):
         body["chat_template_kwargs"] = variables
     return body | ({"tools": dialogue.tools} if dialogue.tools else {})

@@ -8,6 +8,7 @@ from eagle_train.errors import check
 from eagle_train.inference import SamplingParams
 from eagle_train.inference.drafters import drafter_name, drafter_spec, is_eagle
 from eagle_train.inference.options import DraftOptions
+from eagle_train.inference.requests.sampling_keys import SamplingKeys
 from eagle_train.models.loading import TargetConfig
 
 BATCHES_AHEAD = 8  # batches that are in flight before the row that is written next
@@ -31,8 +32,8 @@ class ServerConfig:
         check(self.gone_after >= 1, f"server.gone_after={self.gone_after}: must be at least 1")
 
 
-@dataclass
-class RegenerateConfig:
+@dataclass(kw_only=True)
+class RegenerateConfig(SamplingKeys):
     """All settings of a run. Raises UserError for values that cannot be."""
 
     target: TargetConfig
@@ -41,9 +42,6 @@ class RegenerateConfig:
     retry_left_out: bool
     limit: int | None
     max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
     seed: int
     batch_size: int
     device: str
@@ -63,7 +61,7 @@ class RegenerateConfig:
         self.draft.check_read_by(self.spec)
         is_own = on_server and not is_eagle(self.spec)
         check(not is_own, f"drafter={drafter_name(self.spec)}: a server has its own; leave it out")
-        self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
+        self.params = self.sampling_params(max_tokens=self.max_tokens, seed=self.seed)
 
     def params_for(self, seed: int) -> SamplingParams:
         """Sampling parameters of a turn whose own seed is `seed`, the same after a resume."""

@@ -8,6 +8,7 @@ from typing import Any
 from eagle_train.corpus.rows import PlacedRow
 from eagle_train.corpus.source import Source, open_source
 from eagle_train.distributed import ALONE, World
+from eagle_train.inference.requests.sampling_keys import KEYS
 from eagle_train.progress import progress
 from eagle_train.regeneration.by_engine import answer_by_engine
 from eagle_train.regeneration.by_server import answer_by_server
@@ -54,5 +55,8 @@ def _settings(config: RegenerateConfig, identity: str) -> dict[str, Any]:
     read = {key: getattr(data, key) for key in ("path", "name", "split", "format", "columns", "roles")}
     asked: dict[str, Any] = {"target": config.model, "target.chat_template": target.chat_template}
     asked["data.template_kwargs"] = data.template_kwargs
-    params = {key: getattr(config.params, key) for key in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
+    params = {key: getattr(config.params, key) for key in (*KEYS, "max_tokens", "seed")}
+    params["logit_bias"] = {
+        str(token): number for token, number in (params["logit_bias"] or {}).items()
+    }  # as JSON has it
     return asked | {f"data.{key}": value for key, value in read.items()} | {"data": identity} | params

@@ -13,7 +13,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from eagle_train.errors import UserError
 from eagle_train.inference import Output, SamplingParams, Stats
+from eagle_train.inference.requests.sampling_keys import changed
 from eagle_train.models.target import Target
 from eagle_train.ops.threads import num_threads
 from eagle_train.transformers_private import supports_sdpa
@@ -88,6 +90,7 @@ class Transformers:
         how: dict[str, Any] = {"do_sample": False}
         if params.temperature > 0:
             how = {"do_sample": True, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+            how |= {"min_p": params.min_p} if params.min_p else {}
         return GenerationConfig(
             max_new_tokens=params.max_tokens,
             eos_token_id=sorted(stops) or None,
@@ -95,6 +98,12 @@ class Transformers:
             prompt_lookup_num_tokens=self.prompt_lookup,
             **how,
         )
+
+
+def check_has(params: SamplingParams) -> None:
+    """Raise UserError for keys of sampling that transformers' `generate` has not, or applies to padding too."""
+    for name, value in changed(vars(params), "temperature", "top_p", "top_k", "min_p").items():
+        raise UserError(f"{name}={value}: leave it out, transformers.generate does not do the same, to compare with")
 
 
 class TokenClock(BaseStreamer):

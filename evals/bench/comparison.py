@@ -17,7 +17,7 @@ from eagle_train.models.target import Target
 from eagle_train.progress import progress
 from evals.bench import statistics
 from evals.bench.answering import TURN_SEEDS, Answering, backwards, serve, take_turns
-from evals.bench.baselines import Transformers, stock_model
+from evals.bench.baselines import Transformers, check_has, stock_model
 from evals.bench.config import RelaxedConfig, check_decodes, check_least, check_sizes
 from evals.bench.contestants import Contestant
 from evals.bench.contexts import by_context
@@ -56,6 +56,7 @@ class ComparisonConfig(RelaxedConfig):
         check_sizes("batch_sizes", self.batch_sizes)
         known = self.too_long in ("refuse", "leave_out")
         check(known, f"too_long={self.too_long}: must be refuse or leave_out")
+        check_has(self.params)
         self.params = replace(self.params, ignore_eos=self.ignore_eos)
 
 

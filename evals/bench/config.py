@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eagle_train.errors import check
-from eagle_train.inference import EngineConfig, SamplingParams
+from eagle_train.inference import EngineConfig
 from eagle_train.inference.drafters import drafter_spec, is_eagle
 from eagle_train.inference.options import DraftOptions
+from eagle_train.inference.requests.sampling_keys import SamplingKeys
 from eagle_train.inference.requests.sampling_params import is_whole
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.loading import TargetConfig
@@ -41,16 +42,12 @@ class BenchConfig:
 
 
 @dataclass(kw_only=True)
-class SampledConfig(BenchConfig):
+class SampledConfig(SamplingKeys, BenchConfig):
     """conf/bench/temperature.yaml. `params`: how answers are sampled."""
-
-    temperature: float
-    top_p: float
-    top_k: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.params = SamplingParams(self.temperature, self.top_p, self.top_k, self.max_tokens, self.seed)
+        self.params = self.sampling_params(max_tokens=self.max_tokens, seed=self.seed)
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ from eagle_train.inference import Dispatcher
 from eagle_train.inference.drafters import drafter_name
 from eagle_train.models.loading import TargetConfig
 from eagle_train.training.cost.estimate import ClusterConfig
+from evals.bench.baselines import check_has
 from evals.bench.config import check_least
 from evals.bench.random_models import RandomDraftOptions, ShapesConfig, check_random
 from evals.bench.sweep import SweepConfig
@@ -34,6 +35,8 @@ class Config(SweepConfig):
         self.check_models()
         unknown = self.questions is None and self.context_lengths is None
         check(not unknown, "context_lengths is needed: random tokens have no length of their own; give [512], say")
+        if self.transformers:
+            check_has(self.params)
         self.params = replace(self.params, ignore_eos=self.ignore_eos)
 
     def check_models(self) -> None:

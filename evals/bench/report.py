@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eagle_train.artifacts import markdown as md
 from eagle_train.artifacts.markdown import code, plain
+from eagle_train.inference.requests.sampling_keys import changed
 from eagle_train.results import write_bytes, write_json, write_text
 
 Found = Mapping[str, Any]
@@ -161,11 +162,16 @@ def options(drafter: Found) -> str:
 
 
 def sampling(config: Found) -> str:
-    """Temperature, top-p, top-k and the kind of drafts, for a report."""
+    """Temperature, top-p, top-k, other keys of sampling that were given, and the kind of drafts, for a report."""
+    truncation = ("top_p", "top_k", "min_p")  # changes nothing at temperature 0
+    others = changed(config, "temperature", *truncation)
+    said = [f"{name.replace('_', ' ')} {value}" for name, value in others.items()]
     if config["temperature"] == 0:
-        return ", ".join(["temperature 0", *([lossy(config)] if config.get("relaxed_topk") else [])])
+        return ", ".join(["temperature 0", *said, *([lossy(config)] if config.get("relaxed_topk") else [])])
     parts = [f"temperature {config['temperature']:g}", f"top-p {config['top_p']:g}"]
-    parts += [f"top-k {config['top_k']}"] if config["top_k"] else []
+    parts += [f"top-k {config['top_k']}"] if config["top_k"] > 0 else []
+    parts += [f"min-p {config['min_p']:g}"] if config.get("min_p") else []
+    parts += said
     drafting = config.get("engine", {}).get("drafting", "greedy")
     return ", ".join(parts if drafting == "greedy" else [*parts, f"{drafting.replace('_', ' ')} drafts"])
 

@@ -177,6 +177,10 @@ def test_where_the_host_runs_ahead_stages_are_of_other_rounds(home, tmp_path, mo
         (["repeats=0"], "repeats=0: must be at least 1"),
         (["too_long=skip"], "too_long=skip: must be refuse or leave_out"),
         (["prompt_lookup=0"], "prompt_lookup=0: must be at least 1"),
+        (
+            ["repetition_penalty=1.2"],
+            "repetition_penalty=1.2: leave it out, transformers.generate does not do the same",
+        ),
         (["max_tokens=1"], "max_tokens=1: must be at least 2"),
         (["drafters={ngram: {tree: chain_9}}"], "tree is 'chain_9'; known trees are"),
         (["tree=chain_9"], "tree=chain_9: must be one of "),

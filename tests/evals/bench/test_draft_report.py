@@ -189,7 +189,15 @@ def test_reports_of_drafts_that_are_never_or_always_accepted(shares, after, text
     ("config", "words"),
     [
         ({"temperature": 0.0, "top_p": 0.9, "top_k": 3}, "temperature 0"),
-        ({"temperature": 0.7, "top_p": 0.9, "top_k": 0}, "temperature 0.7, top-p 0.9"),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": -1}, "temperature 0.7, top-p 0.9"),
+        (
+            {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 0},
+            "temperature 0.7, top-p 1, min-p 0.1, repetition penalty 1.2",
+        ),
+        (
+            {"temperature": 0.0, "top_p": 0.9, "top_k": 0, "min_p": 0.1, "logit_bias": {"5": 2}},
+            "temperature 0, logit bias {'5': 2}",
+        ),
         (
             {"temperature": 1.0, "top_p": 1.0, "top_k": 20, "engine": {"drafting": "multinomial_without_replacement"}},
             "temperature 1, top-p 1, top-k 20, multinomial without replacement drafts",
