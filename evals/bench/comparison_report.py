@@ -44,7 +44,8 @@ FORMULAS = (
 )
 PICTURE = (
     "![Speed-up and memory](pareto.png)\n\nThe geometric mean over the tasks, with the least and the most. On the line "
-    "are drafters that none beats in both memory and speed-up. Hollow: something must be prepared first."
+    "are drafters that none beats in both memory and speed-up. Hollow: something must be prepared first. Crosses: the "
+    "geometric mean of what the formulas below expect."
 )
 
 
@@ -127,6 +128,15 @@ def speedups(found: Found, batch_size: int) -> dict[str, tuple[float, float, flo
         if row["decoding"] in drafting:
             by_name.setdefault(row["decoding"], []).append(row["speedup"] if drafted(row) else 1.0)
     return {name: (geometric_mean(values), min(values), max(values)) for name, values in by_name.items()}
+
+
+def expected_speedups(found: Found, batch_size: int) -> dict[str, float]:
+    """What the formulas expect in place of each mean of `speedups`; 1 where a drafter drafted nothing."""
+    by_name: dict[str, list[float]] = {name: [] for name in speedups(found, batch_size)}
+    for row in own_rows(found, batch_size):
+        if row["decoding"] in by_name:
+            by_name[row["decoding"]].append(row["expected"]["speedup"] if drafted(row) else 1.0)
+    return {name: geometric_mean(values) for name, values in by_name.items()}
 
 
 def own_rows(found: Found, batch_size: int) -> list[Found]:

@@ -1,4 +1,4 @@
-"""The picture of a comparison: what each drafter costs in memory, and how much faster it decodes.
+"""The picture of a comparison: what each drafter costs in memory, how much faster it decodes, and what was expected.
 
 Knows nothing of engines or models.
 """
@@ -14,11 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from eagle_train.results import write_bytes
-from evals.bench.comparison_report import own_rows, speedups
+from evals.bench.comparison_report import expected_speedups, own_rows, speedups
 from evals.bench.report import literal
 
 LEAST = 1e-3  # MB: what takes less stands here, as a logarithm has no zero
 MOST_PANELS = 3
+EXPECTED: dict[str, Any] = {"marker": "x", "linestyle": "", "markersize": 7, "zorder": 3}
 
 Point = tuple[str, float, float, float, float]
 """A drafter's name, memory in MB, and speed-up: mean, least and most over the tasks."""
@@ -38,12 +39,16 @@ def plot_pareto(found: Mapping[str, Any], path: Path) -> None:
     panels[0].set_xlim(10 ** (floor(log10(min(memory))) - 0.2), 10 ** (ceil(log10(max(memory))) + 0.2))
     for axes, panel, size in zip(panels, drawn, sizes, strict=True):
         _draw(axes, panel, colors, fills)
+        for name, y in expected_speedups(found, size).items():
+            x = next(memory for drawn_name, memory, *_ in panel if drawn_name == name)
+            axes.plot([max(x, LEAST)], [y], color=colors[name], **EXPECTED)
         axes.set_title(f"batch size {size}", fontsize="medium")
         axes.set_xlabel("memory of the drafter, MB")
     look: dict[str, Any] = {"marker": "o", "linestyle": ""}
     names = [
         Line2D([], [], color=colors[name], markerfacecolor=fills[name], label=literal(name), **look) for name in colors
     ]
+    names.append(Line2D([], [], color="0.4", label="expected of acceptance and cost", **EXPECTED))
     figure.legend(handles=names, frameon=False, loc="outside upper left", fontsize="small", ncols=3 * len(sizes))
     panels[0].set_ylabel("speed-up over plain decoding")
     figure.savefig(picture, dpi=150, format="png")

@@ -133,8 +133,8 @@ def tpc_against_ttit(rows: Iterable[Row], where: str) -> Plot:
 
 
 def speedups(rows: Iterable[Row], where: str) -> list[Block]:
-    """Speed-ups over plain decoding with their intervals, the largest first; nothing of plain decoding, nor of drafters
-    that drafted nothing."""
+    """Speed-ups over plain decoding with their intervals, the largest first, and what was expected of acceptance and
+    cost where a row says it; nothing of plain decoding, nor of drafters that drafted nothing."""
     others = [row for row in rows if row["decoding"] != "plain" and (row["decoding"] in PLAIN or drafts(row))]
     own = sorted(others, key=lambda row: -row["speedup"])
     drawn = [(row["decoding"], row["speedup"], row.get("speedup_interval")) for row in own]
@@ -143,7 +143,33 @@ def speedups(rows: Iterable[Row], where: str) -> list[Block]:
     told = [[name, spread(value, interval)] for name, value, interval in drawn]
     numbers = Table(f"Speed-up, {where}", ["decoding", "speed-up (95 %)"], told)
     said = f"Speed-up over plain decoding with 95 % intervals, {where}. The largest is {told[0][0]}'s, {told[0][1]}."
-    return [Plot(f"Speed-up, {where}", said, plots.intervals(drawn, "speed-up over plain decoding", 1), numbers)]
+    expected = [row["expected"]["speedup"] if row.get("expected") else None for row in own]
+    picture = plots.intervals(drawn, "speed-up over plain decoding", 1, expected)
+    return [Plot(f"Speed-up, {where}", said, picture, numbers), *_expectations(own, where)]
+
+
+def _expectations(rows: Sequence[Row], where: str) -> list[Block]:
+    """What the formulas expect of acceptance and cost beside what was measured; nothing where no row says it."""
+    own = [row for row in rows if row.get("expected")]
+    if not own:
+        return []
+    header = ["decoding", "alpha", "k", "c"]
+    header += [f"{name} {what}" for name in ("TPC", "speed-up") for what in ("expected", "measured")]
+    told = []
+    for row in own:
+        by = row["expected"]
+        of_drafts = [f"{by['alpha']:.2f}", f"{by['depth']:.2f}", f"{by['cost_ratio']:.3f}"]
+        both = (by["tpc"], row["tpc"], by["speedup"], row["speedup"])
+        told.append([row["decoding"], *of_drafts, *(spread(value, None) for value in both)])
+    title = f"TPC, expected and measured, {where}"
+    said = (
+        f"Tokens per call, {where}. Crosses: (1 - alpha^(k+1)) / (1 - alpha), where alpha is acceptance at depth 1 and k "
+        "the drafted tokens of a round. The speed-up expected is that divided by 1 + k c, c being a drafted token's time "
+        "in calls of the target; it takes a verification to cost as much as one token's call."
+    )
+    expected = [row["expected"]["tpc"] for row in own]
+    drawn = plots.intervals([(row["decoding"], row["tpc"], None) for row in own], "TPC", 1, expected)
+    return [Plot(title, said, drawn, Table(title, header, told))]
 
 
 def speed_map(cells: Mapping[str, Sequence[Row]]) -> list[Block]:

@@ -55,17 +55,26 @@ def marked(points: Sequence[tuple[str, float, float]], line: Points, xlabel: str
 
 
 @rc_context(STYLE)
-def intervals(rows: Sequence[tuple[str, float, Sequence[float] | None]], xlabel: str, at: float) -> str:
-    """A row for each name, value and interval, with a line at `at`, where nothing is gained or lost."""
-    figure, axes = blank(0.75 + 0.3 * len(rows))
+def intervals(
+    rows: Sequence[tuple[str, float, Sequence[float] | None]],
+    xlabel: str,
+    at: float,
+    expected: Sequence[float | None] = (),
+) -> str:
+    """A row for each name, value and interval, with a line at `at`, where nothing is gained or lost. `expected`: a
+    cross for each row that has one."""
+    crosses = [(x, place) for place, x in enumerate(expected) if x is not None]
+    figure, axes = blank(0.75 + 0.3 * len(rows), legend=2 if crosses else 0)
     axes.axvline(at, color=INK, linewidth=1, linestyle=":")
     for place, (_, value, interval) in enumerate(rows):
         low, high = interval or (value, value)
         axes.plot([low, high], [place, place], color=ACCENT, linewidth=2)
-        axes.plot([value], [place], "o", color=ACCENT, markersize=5)
+        axes.plot([value], [place], "o", color=ACCENT, markersize=5, label="" if place else "measured")
+    if crosses:
+        axes.plot(*zip(*crosses, strict=True), "x", color=INK, markersize=6, label="expected")
     axes.set_yticks(range(len(rows)), labels=[name for name, *_ in rows])
     axes.set(xlabel=xlabel, ylim=(len(rows) - 0.5, -0.5))
-    return finished(figure, axes, 0, grid="x")
+    return finished(figure, axes, 2 if crosses else 0, grid="x")
 
 
 @rc_context(STYLE)

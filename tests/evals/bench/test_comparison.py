@@ -4,12 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.axes import Axes
 
 from eagle_train.inference import Engine, Output, Requests, SamplingParams, Stats
 from eagle_train.models.loading import TargetConfig, load_target
 from evals.bench import comparison, study_plot
 from evals.bench.comparison import ask, row_of
-from evals.bench.comparison_report import categories, expectations, measures, speedups, title
+from evals.bench.comparison_report import categories, expectations, expected_speedups, measures, speedups, title
 from evals.bench.page.decoding_blocks import speedups as shown_speedups
 from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
@@ -167,7 +168,8 @@ def found_of(*rows: tuple[str, str, int, float, float]) -> dict:
         "drafters": [{"name": name, "is_prepared": name == "eagle"} for name in names],
         "rows": [
             {"task": task, "decoding": name, "batch_size": size, "speedup": speedup, "memory": {"bytes": mb * 1e6}}
-            | {"speedup_interval": (speedup - 0.1, speedup + 0.1), "acceptance_per_depth": [0.5]}
+            | {"speedup_interval": (speedup - 0.1, speedup + 0.1), "acceptance_per_depth": [0.5], "tpc": 2.0}
+            | {"expected": {"alpha": 0.5, "depth": 1.0, "cost_ratio": 0.2, "tpc": 1.5, "speedup": speedup / 2}}
             for task, name, size, speedup, mb in rows
         ],
     }
@@ -199,11 +201,12 @@ def test_a_drafter_that_drafted_nothing_is_plain_decoding(tmp_path):
         ("a", "eagle", 1, 1.5, 9), ("b", "eagle", 1, 1.5, 9), ("a", "none", 1, 9.0, 0), ("b", "no", 1, 9, 0)
     )
     for row in found["rows"][1:]:
-        row["acceptance_per_depth"] = []
+        row |= {"acceptance_per_depth": [], "expected": None}
     found |= {"config": {"batch_sizes": [1]}}
     assert title(found) == "eagle is the fastest: 1.22 times plain decoding"
     assert speedups(found, 1).keys() == {"eagle"}
     assert speedups(found, 1)["eagle"][1:] == (1.0, 1.5)
+    assert expected_speedups(found, 1) == {"eagle": pytest.approx((1.5 / 2) ** 0.5)}
     plot_pareto(found, tmp_path / "p.png")
     assert title({**found, "rows": found["rows"][1:]}) == "No drafter drafted anything"
     told = shown_speedups(found["rows"], "here")[0].numbers.rows
@@ -213,6 +216,21 @@ def test_a_drafter_that_drafted_nothing_is_plain_decoding(tmp_path):
     plain = [{"task": task, "decoding": "plain", "batch_size": 1, **times} for task in "ab"]
     figures = figures_of(Source("x", "compare", {"rows": [*plain, *rows]}))
     assert [each.of for each in figures if each.name == "speed-up"] == ["eagle, a, batch size 1"]
+
+
+def test_what_was_expected_is_drawn_beside_what_was_measured(row, tmp_path, monkeypatch):
+    """A cross at the formulas' speed-up above each drafter's memory, and in the page's plots."""
+    drawn = []
+    monkeypatch.setattr(Axes, "plot", lambda axes, *given, **look: drawn.append((given, look)) or [])
+    plot_pareto(found_of(("a", "eagle", 1, 3.0, 9), ("a", "ngram", 1, 1.2, 2)), tmp_path / "p.png")
+    crosses = [(*x, *y) for (x, y, *_), look in drawn if look.get("marker") == "x"]
+    assert sorted(crosses) == [(2, 0.6), (9, 1.5)]
+    monkeypatch.undo()
+    assert "expected" not in shown_speedups([{**row, "expected": None}], "here")[0].svg
+    plots = shown_speedups([row, {**row, "decoding": "transformers", "expected": None}], "here")
+    assert [each.title for each in plots] == ["Speed-up, here", "TPC, expected and measured, here"]
+    assert all(">expected</text>" in each.svg for each in plots)
+    assert plots[1].numbers.rows == [["own", "0.67", "1.50", "0.200", "1.83", "1.50", "1.41", "1.33"]]
 
 
 def test_points_and_their_front(tmp_path):
