@@ -163,9 +163,9 @@ def _expectations(rows: Sequence[Row], where: str) -> list[Block]:
         told.append([row["decoding"], *of_drafts, *(spread(value, None) for value in both)])
     title = f"TPC, expected and measured, {where}"
     said = (
-        f"Tokens per call, {where}. Crosses: (1 - alpha^(k+1)) / (1 - alpha), where alpha is acceptance at depth 1 and k "
-        "the drafted tokens of a round. The speed-up expected is that divided by 1 + k c, c being a drafted token's time "
-        "in calls of the target; it takes a verification to cost as much as one token's call."
+        f"Tokens per call, {where}. Crosses: (1 - alpha^(k+1)) / (1 - alpha), where alpha is acceptance at depth 1 and "
+        "k the drafted tokens of a round. The speed-up expected is that divided by 1 + k c, c being a drafted token's "
+        "time in calls of the target; it takes a verification to cost as much as one token's call."
     )
     expected = [row["expected"]["tpc"] for row in own]
     drawn = plots.intervals([(row["decoding"], row["tpc"], None) for row in own], "TPC", 1, expected)
