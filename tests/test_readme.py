@@ -186,6 +186,22 @@ def test_figures_of_the_guides_are_the_published_ones(page, said):
     assert said in " ".join(text_of(f"docs/{page}.md").split())
 
 
+def test_the_speed_ups_of_short_trainings_are_told():
+    """One of them was below 1 for each kind of draft; the page has TPC in a table."""
+    said = " ".join(text_of("docs/experiments.md").split())
+    for by_tree in result("draft_kinds")["speedups"].values():
+        one = by_tree["chain3"]
+        assert f"{one['speedup']:.2f} ({one['interval'][0]:.2f} to {one['interval'][1]:.2f}) with " in said
+
+
+def test_commands_without_the_group_drafter_are_named():
+    said = text_of("docs/DESIGN.md").partition("Every command that decodes")[2].partition("have no such group")[0]
+    texts = {path.stem: path.read_text("utf-8") for path in ROOT.glob("conf/commands/*.yaml")}
+    without = [name for name, text in texts.items() if "- /engine:" in text and "- /drafter:" not in text]
+    assert len(without) > 4
+    assert all(f"`evals.{name}`" in said for name in without)
+
+
 def test_each_published_result_is_named_on_a_page():
     named = "\n".join(map(text_of, PAGES))
     assert [path.name for path in ROOT.glob("evals/results/*.json") if path.name not in named] == []
