@@ -54,6 +54,7 @@ from eagle_train.training.train_config import TrainConfig
 from evals.bench import training_steps as bench
 from tests.support import memory_job
 from tests.support.command_line import call, chats, save_target, write_jsonl
+from tests.support.pages import ROOT
 from tests.support.presets import shapes_of
 from tests.support.processes import start_ranks
 from tests.support.tiny import GROUPED_FLOPS, OTHERS, SIZES, tiny_model, tiny_target
@@ -391,7 +392,7 @@ ROWS = {"row_tokens": 512, "micro_batch_rows": 2, "tokens_per_step": 2048, "roun
         (False, False, 1, "none"),
         (True, False, 1, "none"),
         (True, True, 1, "none"),
-        (False, False, 2, "none"),
+        (False, False, 7, "none"),
         (True, True, 2, "none"),
         (True, False, 1, "fp8"),
     ],
@@ -408,7 +409,8 @@ def test_a_real_steps_memory_is_the_plans(tmp_path, monkeypatch, low, recomputed
     # Chunks of logits are a CPU's, without the fused kernel.
     monkeypatch.setattr(estimate, "loss_memory", partial(memory.loss_memory, device="cpu"))
     others = {"tflops": None, "compile": False, "naive": False, "target_quant": quant}
-    config = bench.StepConfig(out="", device="cpu", seed=0, **others, **STEP, **ROWS)
+    rows = ROWS | ({"tokens_per_step": 1024} if unroll > 2 else {})  # of one micro-batch: each pass takes a second
+    config = bench.StepConfig(out="", device="cpu", seed=0, **others, **STEP, **rows)
     words = " ".join(f"w{i}" for i in range(config.row_tokens))  # a document fills a row
     write_jsonl(tmp_path / "documents.jsonl", [{"text": words}] * 50)
     monkeypatch.setattr(bench, "TrainConfig", partial(TrainConfig, unroll=unroll))
@@ -563,6 +565,20 @@ def test_a_preset_fits_its_target_on_the_gpus_it_names(tmp_path, capsys, name):
     assert float(re.search(r"target: ([\d.]+) B", said)[1]) == pytest.approx(billions, rel=5e-3)
     assert "48,000 steps of 2,097,152 tokens" in said
     assert "does not fit" not in said
+
+
+def test_the_guides_memory_of_passes_is_the_plans(tmp_path, capsys):
+    shapes_of("llama3_1_8b").target.save_pretrained(tmp_path)
+    given = ["plan=true", "experiment=paper_llama3_1_8b", f"target.path={tmp_path}", "data.path=none.jsonl"]
+    guide = (ROOT / "docs/training.md").read_text("utf-8").partition("| on each GPU, GiB |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `([^`]+)`.*? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)(: does not fit)? \|$", guide, re.MULTILINE)
+    assert len(rows) == 5
+    for overrides, *figures, too_large in rows:
+        assert call(train.main, *given, "cluster.gpus=8", *overrides.split()) == 0
+        said = capsys.readouterr().out
+        parts = ("draft's activations", "hidden states and the loss", "all, at most")
+        assert [re.search(rf"{part} +([\d.]+) GiB", said)[1] for part in parts] == figures, overrides
+        assert bool(too_large) == ("does not fit" in said)
 
 
 def test_every_experiment_is_tested_or_the_quickstart():
