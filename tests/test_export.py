@@ -751,6 +751,26 @@ def test_evaluations_of_this_draft(tmp_path):
     assert (found["weights"], found["tpc"], found["questions"]) == ("none", 2.5, "q")
 
 
+def test_what_a_row_of_a_card_does_not_show_is_noted(tmp_path):
+    """A suite has no file of questions; what was measured otherwise than a row's columns say is told."""
+    config = {"questions": None, "context_lengths": [256, 512], "engine": {"drafting": "multinomial"}, "min_p": 0.1}
+    results = RESULTS | {"config": config, "suite": {"title": "MT-Bench", "thinking": False}, "lossy": True}
+    results |= {"looping_answers": 0.25, "provenance": {"cpu": "EPYC", "gpu": "H100", "eagle-train": "0.1.0"}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    (found,) = read_evaluations([str(tmp_path / "results.json")], "abcd")
+    assert (found["questions"], found["hardware"]) == ("MT-Bench", "H100, eagle-train 0.1.0")
+    assert found["notes"] == [
+        "LOSSY: relaxed acceptance, answers need not be the target's own",
+        "contexts of 256, 512 tokens",
+        "thinking off",
+        "multinomial drafts",
+        "min p 0.1",
+        "25 % of the answers end in a loop, which is easy to draft",
+    ]
+    (tmp_path / "results.json").write_text(json.dumps(RESULTS))
+    assert read_evaluations([str(tmp_path / "results.json")], "abcd")[0]["notes"] == []
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

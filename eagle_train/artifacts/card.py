@@ -19,6 +19,15 @@ from eagle_train.errors import UserError, check
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DRAFT, _TARGET = "/path/to/draft", "/path/to/target"  # for a reader to replace
+_LOOPING = 0.1  # share of answers that end in a loop, from which on a card says so
+_SAMPLING = (  # keys of an evaluation that change what is accepted, and their values that change nothing
+    ("min_p", 0),
+    ("logit_bias", None),
+    ("repetition_penalty", 1),
+    ("presence_penalty", 0),
+    ("frequency_penalty", 0),
+    ("min_tokens", 0),
+)
 _NATIVE = """\
 ```bash
 eagle-generate target={target} draft={here} prompt="..."
@@ -151,7 +160,7 @@ def _worth(evaluations: Sequence[Mapping[str, Any]], target: str) -> str:
             "questions=FILE`, DIR an export without quantisation and FILE your questions, then export again with "
             "`evaluations=[outputs/quantisation/results.json]`."
         )
-    header = ["weights", "tree", "temperature", "prompts", "TPC", "acceptance by depth"]
+    header = ["weights", "tree", "temperature", "prompts", "TPC", "acceptance by depth", "measured on", "note"]
     rows = [
         [
             "not quantised" if found["weights"] == "none" else plain(found["weights"]),
@@ -160,6 +169,8 @@ def _worth(evaluations: Sequence[Mapping[str, Any]], target: str) -> str:
             f"{found['prompts']} of {plain(found['questions'])}",
             f"{found['tpc']:.3f}",
             " ".join(f"{share:.2f}" for share in found["acceptance_per_depth"]),
+            plain(found["hardware"]),
+            plain("; ".join(found["notes"])),
         ]
         for found in evaluations
     ]
@@ -192,7 +203,42 @@ def read_evaluations(paths: Iterable[str], source: str) -> list[dict[str, Any]]:
         for weights, figures in _by_weights(results).items():
             own = {name: results[name] for name in ("tree", "temperature", "prompts")}
             own |= {name: figures[name] for name in ("tpc", "acceptance_per_depth")}
-            found.append({"weights": weights, **own, "questions": Path(results["config"]["questions"]).name})
+            own |= {"questions": _asked(results), "hardware": _hardware(results), "notes": _notes(results, figures)}
+            found.append({"weights": weights, **own})
+    return found
+
+
+def _asked(results: Mapping[str, Any]) -> str | None:
+    """A suite by its title, else the file of the questions by its name; None where the results have neither."""
+    suite, questions = results.get("suite"), results["config"].get("questions")
+    if isinstance(suite, Mapping) and isinstance(suite.get("title"), str):
+        return suite["title"]
+    return Path(questions).name if isinstance(questions, str) else None
+
+
+def _hardware(results: Mapping[str, Any]) -> str:
+    """The processor and our version; a TPC hardly depends on them, and a reader compares what is alike."""
+    made = results.get("provenance") or {}
+    place, version = made.get("gpu") or made.get("cpu"), made.get("eagle-train")
+    return ", ".join([str(place or "not written"), *([f"eagle-train {version}"] if version else [])])
+
+
+def _notes(results: Mapping[str, Any], figures: Mapping[str, Any]) -> list[str]:
+    """What makes a row another one than its columns say."""
+    config, suite, found = results["config"], results.get("suite") or {}, []
+    if results.get("lossy"):
+        found.append("LOSSY: relaxed acceptance, answers need not be the target's own")
+    if config.get("context_lengths"):
+        found.append(f"contexts of {', '.join(map(str, config['context_lengths']))} tokens")
+    if suite.get("thinking") is not None:
+        found.append(f"thinking {'on' if suite['thinking'] else 'off'}")
+    drafting = (config.get("engine") or {}).get("drafting", "greedy")
+    if drafting != "greedy":
+        found.append(f"{drafting.replace('_', ' ')} drafts")
+    found += [f"{name.replace('_', ' ')} {config[name]}" for name, off in _SAMPLING if config.get(name, off) != off]
+    looping = figures.get("looping_answers", results.get("looping_answers")) or 0.0
+    if looping > _LOOPING:
+        found.append(f"{100 * looping:.0f} % of the answers end in a loop, which is easy to draft")
     return found
 
 
@@ -207,7 +253,7 @@ def _are_ours(results: Mapping[str, Any]) -> bool:
     if not all(isinstance(results.get(key), kind) for key, kind in kinds.items()):
         return False
     schemes = _by_weights(results)
-    return isinstance(results["config"].get("questions"), str) and all(
+    return _asked(results) is not None and all(
         isinstance(weights, str)
         and isinstance(figures, dict)
         and isinstance(figures.get("tpc"), int | float)

@@ -60,6 +60,7 @@ def read_trained(path: Path) -> tuple[Checkpoint, Draft]:
 def _history(found: Checkpoint) -> dict[str, Any]:
     """How a checkpoint was trained: steps, tokens, its losses, parts of the run's config."""
     history = {"steps": found.step, "tokens": found.state["tokens"], "checkpoint": found.path.name}
+    history["hours"] = found.state["seconds"] / 3600
     records, config = found.path.parent / "metrics.jsonl", found.path.parent / "config.yaml"
     if records.is_file():
         every = map(json.loads, records.read_text("utf-8").splitlines())
