@@ -48,7 +48,7 @@ def home(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("export")
     save_target(home / "target", **WIDE)
     save_target(home / "other", seed=1, **WIDE)
-    target = load_target(TargetConfig(str(home / "target")))
+    target = load_target(TargetConfig(str(home / "target")), "cpu")
     for norms in ("eagle1", "full"):
         rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -59,7 +59,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(home):
-    return load_target(TargetConfig(str(home / "target")))
+    return load_target(TargetConfig(str(home / "target")), "cpu")
 
 
 def exported(home: Path, out: Path, *arguments: str, source: str = "eagle1") -> Path:

@@ -75,7 +75,7 @@ def test_a_precision_that_was_named_and_is_emulated_is_warned_of(made_for, tmp_p
     with pytest.warns(UserWarning, match=r"^target\.dtype=bfloat16: this cpu computes in bf16 by emulation, 5 to 15"):
         warn_of_emulation("target.dtype", torch.bfloat16, "cpu")
     with pytest.warns(UserWarning, match=r"^target\.dtype=bfloat16: "):
-        load_target(TargetConfig("data/tiny_target", dtype="bfloat16"))
+        load_target(TargetConfig("data/tiny_target", dtype="bfloat16"), "cpu")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0)])

@@ -65,12 +65,13 @@ class Engine:
         tree: Any = "chain3",
         config: EngineConfig | None = None,
         *,
-        device: str = "cpu",
+        device: str = "auto",
         prefill: RemotePrefill | None = None,
         acceptance: Acceptance | None = None,
         **options: Any,
     ):
-        """`target`: a directory, a hub id, a TargetConfig or a loaded Target; `device`: where the others are loaded.
+        """`target`: a directory, a hub id, a TargetConfig or a loaded Target; `device`: where the others are loaded,
+        `cpu`, `cuda`, `cuda:N`, or `auto`: the GPU if there is one.
 
         `draft`: a directory that eagle-export wrote, a Draft, a Drafter, or None for plain decoding. Also a mapping of
         these by name: requests choose one (`SamplingParams.drafter`), the first is the default.

@@ -14,7 +14,7 @@ from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
 from eagle_train.drafts import Draft
 from eagle_train.drafts.rope import check_rotary
 from eagle_train.errors import OptionError, check, shown
-from eagle_train.hardware import current
+from eagle_train.hardware import current, resolve_device
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.prefix import BLOCK
@@ -76,6 +76,7 @@ def build_parts(
 ) -> Parts:
     """Arguments as for `Engine`. Raises UserError if they do not fit together, before loading where possible."""
     _check(target, draft, device)
+    device = resolve_device(device) if device == "auto" else device
     check_graphs(config.graphs, target.device if isinstance(target, Target) else device)
     if not isinstance(target, Target):
         given = target if isinstance(target, TargetConfig) else TargetConfig(str(target))
@@ -216,9 +217,9 @@ def _check(target: Any, draft: Any, device: Any) -> None:
         f"target={shown(target)}: must be a directory, a hub id, a TargetConfig or a Target",
     )
     kind, _, number = str(device).partition(":")
-    right = kind in ("cpu", "cuda") and (number.isdigit() or not number)
-    check(right, f"device={shown(device)}: must be cpu, cuda or cuda:N")
-    there = kind == "cpu" or isinstance(target, Target) or int(number or 0) < torch.cuda.device_count()
+    right = device == "auto" or (kind in ("cpu", "cuda") and (number.isdigit() or not number))
+    check(right, f"device={shown(device)}: must be auto, cpu, cuda or cuda:N")
+    there = kind != "cuda" or isinstance(target, Target) or int(number or 0) < torch.cuda.device_count()
     check(there, f"device={device}: no such GPU is visible; use device=cpu")
     wanted = "must be None, an artifact's directory, a Draft or a Drafter"
     if isinstance(draft, Mapping):

@@ -29,7 +29,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from eagle_train.distributed import ALONE, World
 from eagle_train.errors import UserError, check, foreign, one_line, shown
-from eagle_train.hardware import computes_fp8, low_precision, warn_of_emulation
+from eagle_train.hardware import computes_fp8, low_precision, resolve_device, warn_of_emulation
 from eagle_train.models.checkpoint_quantisation import check_quantization_config, quantization_config_of
 from eagle_train.models.config_json import check_generation, check_values, misfit
 from eagle_train.models.directory import check_directory, folder_of, read_mapping, weight_files
@@ -209,21 +209,22 @@ def _check_blocks(config: TargetConfig, hf_config: Any, placement: str, shard_si
 
 def load_target(
     config: TargetConfig,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "auto",
     placement: str = "replicated",
     world: World = ALONE,
     reads: Reads | None = None,
 ) -> Target:
     """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole.
 
-    `reads`: raises UserError, before a weight is read, where what will be asked of the target cannot be.
+    `device`: where its weights are; `auto`: the GPU if there is one. `reads`: raises UserError, before a weight is read, where what will be asked of the target cannot be.
     """
     check(
         not config.cached,
         f"target=cached: {config.path} holds hidden states for eagle-train, and no layers to run; give the target",
     )
+    device = torch.device(resolve_device("auto") if device == "auto" else device)
     hf_config = load_config(config)
-    check_target(config, hf_config, torch.device(device))
+    check_target(config, hf_config, device)
     check_placement(config, hf_config, placement, world.shard_size, computes_fp8(device))
     path, place = Path(config.path), f"target.path={config.path}"
     has_weights = not path.is_dir() or bool(weight_files(path, place))
@@ -241,7 +242,7 @@ def load_target(
             dtype=dtype,
             output_loading_info=True,
             trust_remote_code=config.trust_remote_code,
-            **placement_options(config, torch.device(device), placement, world),
+            **placement_options(config, device, placement, world),
         )
     except Exception as error:  # of transformers, safetensors, pickle, and the library of a quantisation
         raise UserError(f"target.path={config.path}: {_loading_error(error)}{one_line(error)}") from error

@@ -293,7 +293,7 @@ def test_training_and_engine_stop_at_the_same_tokens(tmp_path, generation, stops
     if generation is None:
         (tmp_path / "generation_config.json").unlink()
     config = TargetConfig(str(tmp_path))
-    target = load_target(config)
+    target = load_target(config, "cpu")
     assert Requests(target).stop_ids == stops
     assert load_stop_ids(config, load_config(config), load_tokenizer(config)) == stops
 
@@ -304,7 +304,7 @@ def test_the_engine_asks_through_the_same_template(tmp_path, capsys):
     target = save_target(tmp_path / "target")
     (tmp_path / "parts.jinja").write_text(parts)
     config = TargetConfig(str(target), chat_template=f"{tmp_path}/parts.jinja", template_kwargs={"kind": "!"})
-    requests = Requests(load_target(config))
+    requests = Requests(load_target(config, "cpu"))
     assert requests.target.tokenizer.decode(requests.tokens_of([{"role": "user", "content": "hi"}], "p")) == "hi!"
     given = ("prompt=hi", "max_tokens=2", f"target={target}", f"target.chat_template={tmp_path}/parts.jinja")
     assert call(generate.main, *given, "target.template_kwargs={kind: '!'}") == 0

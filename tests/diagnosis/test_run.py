@@ -218,7 +218,7 @@ def test_zeros_are_damage_but_where_training_begins_with_them():
     medusa = ["0.0.linear.weight", "layers.0.mlp.1.weight"]
     others = ["0.1.weight", "layers.0.mlp.gate_proj.weight", "layers.0.mlp.experts.down_proj"]
     tensors = {name: torch.zeros(2, 3) for name in medusa + others}
-    found = file_findings({}, tensors, load_target(copy.copy(TARGET)), None)
+    found = file_findings({}, tensors, load_target(copy.copy(TARGET), "cpu"), None)
     assert [each.measured for each in found] == [f"{name} [2, 3] is zero throughout." for name in others]
 
 
@@ -360,7 +360,7 @@ def test_a_fresh_draft_is_found(tmp_path):
 
 @pytest.mark.parametrize("kind", [{"kind": "medusa"}, {"kind": "peagle", "layers": [1, 2]}])
 def test_kinds_that_draft_all_levels_at_once_are_examined_too(tmp_path, kind):
-    target = load_target(copy.copy(TARGET))
+    target = load_target(copy.copy(TARGET), "cpu")
     draft = planned_config(target.config, kind).module().init_weights(0, target.lm_head)
     found = examined(save_draft(draft, tmp_path / "draft", target.identity, dtype=torch.float32))
     assert causes(found) == ["undertrained"]
@@ -386,7 +386,7 @@ def test_contexts_that_are_too_long_are_found():
 
 
 def test_another_target_is_found(tmp_path):
-    target = load_target(copy.copy(TARGET))
+    target = load_target(copy.copy(TARGET), "cpu")
     model, place = copy.deepcopy(target.model), tmp_path / "target"
     with torch.no_grad():
         nn.init.normal_(model.model.layers[0].mlp.down_proj.weight, std=1e-4)

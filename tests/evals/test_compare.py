@@ -22,7 +22,7 @@ class Silent(TextDrafter):
     nbytes = 123
 
     def __init__(self, target, draft, path):
-        self.model = load_target(TargetConfig(path))
+        self.model = load_target(TargetConfig(path), "cpu")
 
     def draft(self, text, most):
         return []

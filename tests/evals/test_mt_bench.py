@@ -31,7 +31,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(home):
-    return load_target(TargetConfig(str(home / "target")))
+    return load_target(TargetConfig(str(home / "target")), "cpu")
 
 
 @pytest.fixture

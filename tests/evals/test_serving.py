@@ -40,7 +40,7 @@ def given(home) -> list[str]:
 def exported_eagle3(home: Path, layout: str, quant: Quant, **kind) -> Path:
     """An EAGLE-3 draft for the home's target, with states of the target's only layer but the last, and all its tokens
     or some."""
-    target = load_target(TargetConfig(str(home / "target")))
+    target = load_target(TargetConfig(str(home / "target")), "cpu")
     draft = guessing_eagle3(target, **kind)
     about = Artifact(draft.config, target.identity, layout, "float32", quant)
     return write_artifact(about, quantise_draft(draft, quant), home / f"eagle3-{layout}")
@@ -48,7 +48,7 @@ def exported_eagle3(home: Path, layout: str, quant: Quant, **kind) -> Path:
 
 def exported(home: Path, name: str, dtype: str = "float32", quant: Quant | None = None, **changes) -> Path:
     """The home's draft, with changes of its config, as vLLM loads it."""
-    target, draft = load_target(TargetConfig(str(home / "target"))), load_draft(home / "draft")
+    target, draft = load_target(TargetConfig(str(home / "target")), "cpu"), load_draft(home / "draft")
     changed = EagleDraft(replace(draft.config, **changes)).init_weights(0)  # of weights it has more than the draft
     changed.load_state_dict(draft.state_dict(), strict=False)
     training = {"first_token": draft.config.first_token}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from eagle_train.inference.decode.tree import chain, full
 from eagle_train.inference.decode.verification import Verification
 from eagle_train.inference.drafters.drafter import MAX_PENDING
 from eagle_train.inference.drafters.eagle import Eagle
+from eagle_train.models import loading
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from eagle_train.ops import threads
@@ -95,7 +97,7 @@ def test_layers_that_are_given_keys_keep_none():
 
 @pytest.mark.skipif(not BUNDLED.is_dir(), reason="data/tiny_target is not there yet")
 def test_greedy_tokens_on_the_bundled_target():
-    target = load_target(TargetConfig(str(BUNDLED), "float32"))
+    target = load_target(TargetConfig(str(BUNDLED), "float32"), "cpu")
     questions = [
         "Write json.dumps.",
         "What does os.path.join do?",
@@ -434,13 +436,24 @@ def test_gpu_gives_the_same_tokens(family):
         ({"draft_lm_head": "int8"}, "draft_lm_head='int8': must be one of target, fp8, int4"),
         ({"draft": 42}, "draft=42: must be None, an artifact's directory, a Draft or a Drafter"),
         ({"target": 42}, "target=42: must be a directory, a hub id, a TargetConfig or a Target"),
-        ({"target": "x", "device": "gpu"}, "device='gpu': must be cpu, cuda or cuda:N"),
+        ({"target": "x", "device": "gpu"}, "device='gpu': must be auto, cpu, cuda or cuda:N"),
         ({"target": "x", "device": "cuda:99"}, "device=cuda:99: no such GPU is visible; use device=cpu"),
     ],
 )
 def test_options_that_make_no_sense(options, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         Engine(**{"target": shared_target(), **options})
+
+
+@pytest.mark.parametrize("load", [Engine, lambda path: load_target(TargetConfig(path))], ids=["Engine", "load_target"])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_target_is_loaded_on_the_gpu_if_there_is_one(load, gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    check = Mock(side_effect=UserError("seen"))  # before a weight is read
+    monkeypatch.setattr(loading, "check_target", check)
+    with pytest.raises(UserError, match="^seen$"):
+        load(str(BUNDLED))
+    assert check.call_args.args[2].type == ("cuda" if gpu else "cpu")
 
 
 def test_parameters_that_are_none():

@@ -161,7 +161,7 @@ def test_damaged_pickles_are_one_line(copy, content):
     (copy / "model.safetensors").unlink()
     (copy / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(UserError) as error:
-        load_target(TargetConfig(str(copy)))
+        load_target(TargetConfig(str(copy)), "cpu")
     assert str(error.value).startswith(f"target.path={copy}: ")
     assert "wrong shape" not in str(error.value)
     assert "\n" not in str(error.value)
@@ -173,7 +173,7 @@ def test_a_quantisation_that_needs_a_gpu_is_told_as_such(copy, monkeypatch):
 
     monkeypatch.setattr("transformers.modeling_utils.get_hf_quantizer", missing)
     with pytest.raises(UserError) as error:
-        load_target(TargetConfig(str(copy)))
+        load_target(TargetConfig(str(copy)), "cpu")
     assert str(error.value) == f"target.path={copy}: its weights cannot be loaded: GPU is required to run it"
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_with_code_of_its_own(copy):
     (copy / "config.json").write_text(json.dumps(config | {"model_type": "mine", "auto_map": own}))
     (copy / "modeling_mine.py").write_text(CODE)
     assert said_of(copy).endswith("; give target.trust_remote_code=true if you trust it")
-    target = load_target(TargetConfig(str(copy), trust_remote_code=True))
+    target = load_target(TargetConfig(str(copy), trust_remote_code=True), "cpu")
     assert type(target.model).__name__ == "MineForCausalLM"
     (copy / "modeling_mine.py").write_text("import no_such_library_anywhere\n" + CODE)
     with pytest.raises(UserError, match=r"^target\.path=.*no_such_library_anywhere"):

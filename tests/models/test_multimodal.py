@@ -34,7 +34,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def targets(saved) -> dict[str, Target]:
-    return {family: load_target(TargetConfig(str(place))) for family, place in saved.items()}
+    return {family: load_target(TargetConfig(str(place)), "cpu") for family, place in saved.items()}
 
 
 @every

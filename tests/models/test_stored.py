@@ -44,7 +44,7 @@ def said_of(path: Path, monkeypatch, capsys, tmp_path) -> str:
         assert call(train.main, *given, f"plan={plan}") == 2
         said.append(capsys.readouterr().err.strip())
     with pytest.raises(UserError) as error:
-        load_target(TargetConfig(str(path)))
+        load_target(TargetConfig(str(path)), "cpu")
     start = f"error: target.path={path}: "
     assert said[0] == said[1] == f"error: {error.value}"
     assert said[0].startswith(start)
@@ -185,7 +185,7 @@ def test_weights_under_other_prefixes_are_found(rename, tmp_path):
     model = multimodal_model("llava")
     model.save_pretrained(tmp_path, save_original_format=False)
     edit(tmp_path, rename)
-    target = load_target(TargetConfig(str(tmp_path), dtype="float32"))
+    target = load_target(TargetConfig(str(tmp_path), dtype="float32"), "cpu")
     assert torch.equal(target.lm_head.weight, model.lm_head.weight)
     assert torch.equal(target.embedding, model.get_input_embeddings().weight)
 

@@ -50,7 +50,7 @@ def edit(directory: Path, **changes) -> None:
 def refused(config_or_path: TargetConfig | Path, *words: str) -> None:
     config = config_or_path if isinstance(config_or_path, TargetConfig) else TargetConfig(str(config_or_path))
     with pytest.raises(UserError) as error:
-        load_target(config)
+        load_target(config, "cpu")
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
@@ -211,7 +211,7 @@ def test_a_state_beside_attention_is_noticed(family):
 
 
 def test_whole_checkpoint_loads(saved):
-    target = load_target(TargetConfig(str(saved)))
+    target = load_target(TargetConfig(str(saved)), "cpu")
     assert target.tokenizer is None
     assert target.name == str(saved)
     assert (target.identity.hidden_size, target.identity.vocab_size, target.identity.num_layers) == (32, 96, 3)
@@ -285,12 +285,12 @@ def test_config_values():
 
 
 def test_identity_is_the_same_in_every_precision(saved):
-    identities = [load_target(TargetConfig(str(saved), dtype)).identity for dtype in ("float32", "bfloat16")]
+    identities = [load_target(TargetConfig(str(saved), dtype), "cpu").identity for dtype in ("float32", "bfloat16")]
     assert identities[0] == identities[1]
 
 
 def test_identity_tells_weights_apart(saved):
-    known = load_target(TargetConfig(str(saved))).identity.fingerprint
+    known = load_target(TargetConfig(str(saved)), "cpu").identity.fingerprint
     assert known == shared_target("llama").identity.fingerprint
     assert known != tiny_target("llama", seed=1).identity.fingerprint
     model = tiny_model("llama")
@@ -311,7 +311,7 @@ def test_a_multimodal_checkpoint_loads_as_its_text_model(tmp_path):
     whole = transformers.Llama4ForConditionalGeneration(config)
     whole.language_model.load_state_dict(text.state_dict())
     whole.save_pretrained(tmp_path)
-    target, known = load_target(TargetConfig(str(tmp_path))), Target(text)
+    target, known = load_target(TargetConfig(str(tmp_path)), "cpu"), Target(text)
     assert target.identity.fingerprint == known.identity.fingerprint
     tokens, positions = torch.arange(20)[None] % 96, torch.arange(20)[None]
     attend = packed_attention([[20]])
@@ -326,8 +326,8 @@ def test_a_multimodal_checkpoint_loads_as_its_text_model(tmp_path):
 def test_what_does_not_fit_waits_elsewhere_and_is_the_same_target(saved, gib):
     tokens, positions = torch.tensor(random_tokens(20)), torch.arange(20)[None]
     whole, offloaded = (
-        load_target(TargetConfig(str(saved))),
-        load_target(TargetConfig(str(saved), offload=True, device_gib=gib)),
+        load_target(TargetConfig(str(saved)), "cpu"),
+        load_target(TargetConfig(str(saved), offload=True, device_gib=gib), "cpu"),
     )
     elsewhere = [parameter.is_meta for parameter in offloaded.model.parameters()]
     assert any(elsewhere)
@@ -355,7 +355,7 @@ def test_offload_config(values, message):
 
 def test_offload_and_division_are_two_ways(saved):
     with pytest.raises(UserError, match=r"^target\.offload=true: not with parallel\.target=fsdp2$"):
-        load_target(TargetConfig(str(saved), offload=True), placement="fsdp2")
+        load_target(TargetConfig(str(saved), offload=True), "cpu", placement="fsdp2")
 
 
 def quantise(directory: Path, size: int = 16) -> dict[str, torch.Tensor]:
@@ -382,7 +382,7 @@ def quantise(directory: Path, size: int = 16) -> dict[str, torch.Tensor]:
 def test_a_quantised_checkpoint_loads_through_its_own_config(copy):
     """Without a GPU transformers turns FP8 back into numbers."""
     values = quantise(copy)
-    target, exact = load_target(TargetConfig(str(copy))), tiny_model("llama")
+    target, exact = load_target(TargetConfig(str(copy)), "cpu"), tiny_model("llama")
     exact.load_state_dict(exact.state_dict() | values)
     tokens, positions = torch.tensor(random_tokens(20)), torch.arange(20)[None]
     hidden = target.hidden_states(tokens, positions, packed_attention([[20]]))
@@ -395,7 +395,7 @@ def test_an_unknown_quantisation_is_refused(copy):
     config["quantization_config"] = {"quant_method": "squeezed"}
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="transformers cannot read quant_method=squeezed; give the checkpoint"):
-        load_target(TargetConfig(str(copy)))
+        load_target(TargetConfig(str(copy)), "cpu")
 
 
 def test_a_quantised_weight_that_cannot_be_converted_is_told_as_such(copy):
@@ -403,7 +403,7 @@ def test_a_quantised_weight_that_cannot_be_converted_is_told_as_such(copy):
     name = WEIGHT + "_scale_inv"
     edit(copy, **{name: load_file(copy / "model.safetensors")[name][:, :1].repeat(1, 3)})
     with pytest.raises(UserError, match=r"^target\.path=.*: a weight cannot be converted: "):
-        load_target(TargetConfig(str(copy)))
+        load_target(TargetConfig(str(copy)), "cpu")
 
 
 def quantised_config(family: str, quantisation: dict, **changes) -> Any:
@@ -472,10 +472,10 @@ def test_a_rank_gets_whole_blocks_of_an_fp8_target(family, placement, shard_size
 def test_a_tokenizer_that_cannot_be_read(copy):
     (copy / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"^target\.path=.*: tokenizer\.json is no JSON from line 1, column 2 on$"):
-        load_target(TargetConfig(str(copy)))
+        load_target(TargetConfig(str(copy)), "cpu")
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"^target\.path=.*: its tokenizer cannot be read: "):
-        load_target(TargetConfig(str(copy)))
+        load_target(TargetConfig(str(copy)), "cpu")
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
@@ -495,7 +495,7 @@ def test_a_checkpoint_in_4_bits_stays_so(tmp_path):
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             values = bitsandbytes.functional.dequantize_4bit(module.weight, module.weight.quant_state)
             exact.get_submodule(name).weight.data = values.float()
-    target = load_target(TargetConfig(str(tmp_path / "small")))
+    target = load_target(TargetConfig(str(tmp_path / "small")), "cpu")
     assert target.model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     logits = target.lm_head(target.hidden_states(tokens, positions, packed_attention([[20]])))
     expected = exact(tokens).logits
@@ -522,7 +522,7 @@ def test_a_target_that_cannot_run_here_is_one_line(saved, monkeypatch):
 
     monkeypatch.setattr(Target, "check_states", missing)
     with pytest.raises(UserError, match=f"^target.path={saved}: needs kernels:$"):
-        load_target(TargetConfig(str(saved)))
+        load_target(TargetConfig(str(saved)), "cpu")
 
 
 @pytest.mark.gpu

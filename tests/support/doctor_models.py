@@ -191,7 +191,7 @@ def main() -> None:
     wanted = sys.argv[1:]
     if not wanted or "target" in wanted:
         make_target()
-    target = load_target(TargetConfig(str(PLACE / "target"), dtype="float32"))
+    target = load_target(TargetConfig(str(PLACE / "target"), dtype="float32"), "cpu")
     eagle = DRAFTS["eagle"]
     jobs: dict[str, tuple] = {name: (settings, copied, 900) for name, settings in DRAFTS.items()}
     jobs |= {"few_steps": (eagle, copied, 25), "short_texts": (eagle, short, 900)}

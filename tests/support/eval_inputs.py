@@ -59,7 +59,7 @@ def make_home(directory: Path, width: int = 32, num_layers: int = 2) -> Path:
         torch.nn.init.normal_(matrix, std=0.5)  # more than the layers add, so that a draft can guess
     model.save_pretrained(directory / "target")
     tokenizer.save_pretrained(directory / "target")
-    target = load_target(TargetConfig(str(directory / "target")))
+    target = load_target(TargetConfig(str(directory / "target")), "cpu")
     save_draft(guessing_draft(target), directory / "draft", target.identity, {"tokens": 12345}, torch.float32)
     write_rows(directory / "questions.jsonl", ROWS)
     return directory

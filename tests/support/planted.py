@@ -76,7 +76,7 @@ def exported(place: Path, name: str, layout: str, quant: str = "none", dtype: st
         device="cpu",
         target=copy.copy(TARGET),
     )
-    convert(source, config, load_target(TARGET), None)
+    convert(source, config, load_target(TARGET, "cpu"), None)
     return place
 
 

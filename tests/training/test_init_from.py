@@ -60,7 +60,7 @@ def root(tmp_path_factory) -> Path:
 
 
 def target_of(root: Path) -> Target:
-    return load_target(TargetConfig(f"{root}/target", dtype="float32"))
+    return load_target(TargetConfig(f"{root}/target", dtype="float32"), "cpu")
 
 
 def save(root: Path, name: str, seed: int = 0, **shape) -> None:

@@ -27,7 +27,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(home):
-    return load_target(TargetConfig(str(home / "target")))
+    return load_target(TargetConfig(str(home / "target")), "cpu")
 
 
 def test_the_second_turn_holds_the_engines_own_first_answer(home, target):

@@ -140,7 +140,7 @@ def test_the_tables(row):
 
 def test_later_turns_follow_plain_decodings_answers(tmp_path):
     home = make_home(tmp_path)
-    target = load_target(TargetConfig(str(home / "target")))
+    target = load_target(TargetConfig(str(home / "target")), "cpu")
     requests, engine = Requests(target), Engine(target, max_batch_size=2)
     rows = [{"turns": ["a", "b", "c"]}, {"turns": ["d"]}]
     (task,) = read_tasks([str(write_rows(tmp_path / "q.jsonl", rows))])

@@ -62,7 +62,7 @@ QUESTION = Question(1, 5, "a", [], ["Why?", "How?"])
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory) -> Requests:
     home = make_home(tmp_path_factory.mktemp("contexts"))
-    return Requests(load_target(TargetConfig(str(home / "target"))))
+    return Requests(load_target(TargetConfig(str(home / "target")), "cpu"))
 
 
 def first_prompt(requests: Requests, question: Question) -> list[int]:

@@ -38,7 +38,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(home) -> PromptSource:
-    target = load_target(TargetConfig(str(home / "target")))
+    target = load_target(TargetConfig(str(home / "target")), "cpu")
     return PromptSource(Requests(target), read_questions(str(home / "questions.jsonl")), SamplingParams(max_tokens=9))
 
 

@@ -22,7 +22,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(home):
-    return load_target(TargetConfig(str(home / "target")))
+    return load_target(TargetConfig(str(home / "target")), "cpu")
 
 
 def served(home, target, tree, batch_size: int) -> Run:

@@ -23,7 +23,7 @@ def home(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("temperature", [0.0, 0.4])
 def test_a_trees_calls_are_the_engines(home, tree, temperature):
     """At temperature 0 to the last call; sampled, a token is committed from the draft exactly when it was drafted."""
-    target = load_target(TargetConfig(str(home / "target")))
+    target = load_target(TargetConfig(str(home / "target")), "cpu")
     draft = load_draft(home / "draft")
     params = SamplingParams(temperature=temperature, max_tokens=40, seed=4)
     outputs = Engine(target, draft, tree).generate(PROMPTS, params)

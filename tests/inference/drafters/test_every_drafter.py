@@ -286,7 +286,7 @@ def test_two_ranks_answer_as_one_process_does(tmp_path):
     target_of("llama").model.save_pretrained(tmp_path)
     target_of("llama").tokenizer.save_pretrained(tmp_path)
     start_ranks(2, "drafters_job", tmp_path)
-    whole = load_target(TargetConfig(str(tmp_path)))
+    whole = load_target(TargetConfig(str(tmp_path)), "cpu")
     alone = {"replicated": outcomes(whole, OF_ITS_OWN), "tensor": outcomes(whole)}
     for rank in range(2):
         found = json.loads((tmp_path / f"found-{rank}.json").read_text())

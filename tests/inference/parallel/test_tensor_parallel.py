@@ -101,7 +101,7 @@ def root(tmp_path_factory) -> Path:
     for name, changes in (FAMILIES | OTHERS | THREE).items():
         tiny_model("llama" if name == "three" else name, **changes).save_pretrained(root / name)
         tiny_tokenizer().save_pretrained(root / name)
-        target = load_target(TargetConfig(str(root / name)))
+        target = load_target(TargetConfig(str(root / name)), "cpu")
         draft = trained_draft(target, steps=60, **DRAFTS.get(name, {}))
         save_draft(draft, root / f"{name}-draft", target.identity, dtype=torch.float32)
     return root
@@ -117,7 +117,7 @@ def found(root, ranks) -> list[list[dict]]:
 @pytest.fixture(scope="module")
 def alone(root, ranks) -> list[dict]:
     """What one process reports, which compiles nothing."""
-    targets = {name: load_target(TargetConfig(str(root / name))) for name in FAMILIES | OTHERS | THREE}
+    targets = {name: load_target(TargetConfig(str(root / name)), "cpu") for name in FAMILIES | OTHERS | THREE}
     cases = [case | {"engine": case["engine"] | {"compile": False}} for case in CASES[ranks]]
     return [outcome(case, targets[case["family"]], root / f"{case['family']}-draft") for case in cases]
 
