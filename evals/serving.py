@@ -45,6 +45,7 @@ class Config(BenchConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least(self, 1, "batch_size")
+        check(self.seed == 0, f"seed={self.seed}: decoding is greedy here, and nothing is drawn; leave it out")
         self.chain = one_chain(self.tree, self.options.gate)
         self.params = SamplingParams(0.0, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos)
 

@@ -97,7 +97,7 @@ def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
         (["draft={place}/eagle", "trained=nowhere"], "trained=nowhere: no such directory"),
         (["draft={place}/eagle", "trained={place}/mtp"], "mtp: is the draft "),
         (["draft={place}/eagle", "data.path=nowhere.jsonl"], "nowhere.jsonl"),
-        (["draft={place}/eagle", "data.heldout=some.jsonl"], "data.heldout=some.jsonl: is not read; give data.path"),
+        (["draft={place}/eagle", "data.heldout=some.jsonl"], "data.heldout=some.jsonl: is not read here; leave it out"),
         ([], "draft.path is needed"),
     ],
 )

@@ -1,10 +1,12 @@
 """eagle-regenerate: answers by the engine and by a server, runs that are stopped, and users' mistakes."""
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 from eagle_train import regenerate
 from eagle_train.corpus.conversations import conversation_of
 from eagle_train.corpus.render import ChatRenderer
+from eagle_train.corpus.source import DataConfig, check_prompts
+from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models import loading
 from eagle_train.regeneration import by_server
@@ -543,8 +547,9 @@ def test_notes_take_nobodys_file(made, tmp_path):
         (["server.gone_after=0"], "server.gone_after=0: must be at least 1"),
         (["batch_size=0"], "batch_size=0"),
         (["data=text", "data.path=x.jsonl"], "data.format=text: it has no prompts"),
-        (["data.path=null", "data.mix={a: {path: b.jsonl}}"], "data.mix: one data set is answered at a time"),
+        (["data.path=null", "data.mix={a: {path: b.jsonl}}"], "data.mix: one data set is read at a time"),
         (["server.url=localhost:8000"], "must begin with http"),
+        (["server.url=http://x", "data.date=2026-07-31"], "data.date=2026-07-31: a server renders its prompts itself"),
         (["server.url=http://x", "drafter=ngram"], "drafter=ngram: a server has its own"),
         (["drafter=ngram", "draft.alignment=last"], "draft.alignment=last: this drafter does not read it"),
         (["server.url=http://x", "draft=x"], "draft.path=x: a server has its own"),
@@ -560,6 +565,35 @@ def test_mistakes_are_one_line(made, tmp_path, capsys, overrides, message):
     assert message in printed.err
     assert len(printed.err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+READ = {"path", "format", "columns", "roles", "name", "split", "template_kwargs", "date", "malformed"}
+REFUSED_BY_FORMAT = {"assistant_pattern", "mix"}
+UNREAD = {
+    "heldout": "held.jsonl",
+    "supervise": "last",
+    "row_tokens": 64,
+    "long_documents": "drop",
+    "shuffle_window": 0,
+    "seed": 1,
+    "workers": 1,
+    "prefetch": 1,
+    "weight": 2.0,
+}
+
+
+def test_each_key_of_the_data_is_read_or_refused():
+    assert {field.name for field in fields(DataConfig)} == READ | REFUSED_BY_FORMAT | set(UNREAD)
+    check_prompts(DataConfig("x.jsonl"))
+    for key, value in UNREAD.items():
+        with pytest.raises(UserError, match=re.escape(f"data.{key}={value}: is not read here; leave it out")):
+            check_prompts(DataConfig("x.jsonl", **{key: value}))
+
+
+def test_data_with_settings_for_training_are_asked_too(made, tmp_path, capsys):
+    """What data=stdlib brings for training is not the user's."""
+    assert run(made, tmp_path / "out.jsonl", "data=stdlib", "data.path=nowhere.jsonl") == 2
+    assert "data.path is nowhere.jsonl; there is no such file" in capsys.readouterr().err
 
 
 def test_a_bad_row_is_named_and_the_rows_before_it_are_kept(made, tmp_path, capsys):

@@ -151,6 +151,20 @@ class DataConfig(SourceConfig):
         return self.mix or {"": self}
 
 
+# What packs, orders and marks rows for training, and what is measured beside it.
+FOR_TRAINING = ("heldout", "supervise", "row_tokens", "long_documents", "shuffle_window", "seed", "workers", "prefetch")
+
+
+def check_prompts(data: DataConfig) -> None:
+    """Raise UserError for data whose prompts alone are read, one by one: of a mix, of plain text, or with a key that is
+    not the default's and would change nothing."""
+    check(not data.mix, "data.mix: one data set is read at a time; give data.path")
+    check(data.format != "text", "data.format=text: it has no prompts; give conversations")
+    for key in (*FOR_TRAINING, "weight"):
+        value = getattr(data, key)
+        check(value == getattr(DataConfig, key), f"data.{key}={value}: is not read here; leave it out")
+
+
 class Source(Protocol):
     """One epoch of rows, which is never in memory as a whole."""
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.source import DataConfig, check_prompts
 from eagle_train.diagnosis.vllm import VLLM
 from eagle_train.errors import check
 from eagle_train.models.loading import TargetConfig
@@ -38,9 +38,7 @@ class DoctorConfig:
     def __post_init__(self) -> None:
         check(bool(self.draft.path), "draft is needed: give draft=DIR")
         check(not self.target.cached, "target=cached: has no layers to answer with; give the target")
-        check(not self.data.mix, "data.mix: one data set is asked at a time; give data.path")
-        check(self.data.format != "text", "data.format=text: it has no prompts; give conversations")
-        check(self.data.heldout is None, f"data.heldout={self.data.heldout}: is not read; give data.path")
+        check_prompts(self.data)
         for name, least in (("limit", 2), ("max_tokens", 4), ("depth", 1), ("batch_size", 1)):
             check(getattr(self, name) >= least, f"{name}={getattr(self, name)}: must be at least {least}")
         known = self.serving_dtype is None or self.serving_dtype in SERVED_IN

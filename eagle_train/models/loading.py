@@ -216,7 +216,8 @@ def load_target(
 ) -> Target:
     """The target and its tokenizer, whole or this rank's part. Raises UserError for a checkpoint that is not whole.
 
-    `device`: where its weights are; `auto`: the GPU if there is one. `reads`: raises UserError, before a weight is read, where what will be asked of the target cannot be.
+    `device`: where its weights are; `auto`: the GPU if there is one. `reads`: raises UserError, before a weight is
+    read, where what will be asked of the target cannot be.
     """
     check(
         not config.cached,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_train.corpus.source import DataConfig
+from eagle_train.corpus.source import DataConfig, check_prompts
 from eagle_train.errors import check
 from eagle_train.inference import SamplingParams
 from eagle_train.inference.drafters import drafter_name, drafter_spec, is_eagle
@@ -50,12 +50,13 @@ class RegenerateConfig(SamplingKeys):
     server: ServerConfig
 
     def __post_init__(self) -> None:
-        check(not self.data.mix, "data.mix: one data set is answered at a time; give data.path")
-        check(self.data.format != "text", "data.format=text: it has no prompts; give conversations")
+        check_prompts(self.data)
         check(self.limit is None or self.limit >= 1, f"limit={self.limit}: must be at least 1, or null")
         check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
         check(self.out.endswith(".jsonl"), f"out={self.out}: must end in .jsonl")
         on_server = self.server.url is not None
+        is_dated = on_server and self.data.date is not None
+        check(not is_dated, f"data.date={self.data.date}: a server renders its prompts itself; leave it out")
         check(not (on_server and self.draft.path), f"draft.path={self.draft.path}: a server has its own; leave it out")
         self.spec = drafter_spec(self.drafter)
         self.draft.check_read_by(self.spec)

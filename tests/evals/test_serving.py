@@ -125,6 +125,7 @@ def test_ignore_eos_holds_in_both_engines(given, tmp_path):
         ("vllm.timeout_s=0", "error: vllm.timeout_s=0.0: must be above 0"),
         ("vllm.cpu_kv_gib=0", "error: vllm.cpu_kv_gib=0: must be at least 1"),
         ("vllm.arguments={model: other}", "error: vllm.arguments.model: follows from"),
+        ("seed=3", "error: seed=3: decoding is greedy here, and nothing is drawn; leave it out"),
         ("max_tokens=1", "error: no answer has a second token"),
         ("draft.path=nowhere", "error: draft=nowhere: no config.json"),
     ],
