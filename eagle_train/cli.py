@@ -30,10 +30,10 @@ from omegaconf.errors import OmegaConfBaseException
 from eagle_train.errors import UserError, check, one_line, report
 from eagle_train.fields import bases, defaults_of
 from eagle_train.hydra_private import argument_parser
-from eagle_train.misread import HELP, SHORT, added, is_group, misread, one_of
+from eagle_train.misread import BESIDE, HELP, SHORT, added, is_group, misread, one_of
 from eagle_train.settings import CONF_DIR, PACKAGE
 from eagle_train.terminal import log_to_stderr, printable
-from eagle_train.tree_names import ANY_TREE, TREES, tree_of
+from eagle_train.tree_names import TREES, tree_of
 from eagle_train.usage import usage
 
 _LOG = logging.getLogger(__name__)
@@ -47,11 +47,6 @@ OPEN = (
     *("study.variants.", "study.decoding.", "study.trees."),
 )
 
-BESIDE = {  # what a group takes besides its YAMLs
-    "target": "or a directory or hub id",
-    "tree": f"or {ANY_TREE}, or FILE.yaml",
-    "drafter": "or FILE.yaml",
-}
 TRAINING = ("train", "cache")  # commands whose `draft` is a kind and its settings, not a directory
 FORMAT_WARNING = warnings.formatwarning  # Python's own
 OWN = (PACKAGE, PACKAGE.parent / "evals", PACKAGE.parent / "data")  # where our code is

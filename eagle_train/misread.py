@@ -22,6 +22,11 @@ KEY = re.compile(r"(\+{0,2}|~)[\w-]+(\.[\w-]+)*")
 HELP = "(--help tells the keys)"
 # Keys that have a short name, see `cli.named_path`.
 SHORT = {"target.path": "target", "draft.path": "draft", "tree.table": "tree", "drafter.file": "drafter"}
+BESIDE = {  # what a group takes besides its YAMLs
+    "target": "or a directory or hub id",
+    "tree": f"or {ANY_TREE}, or FILE.yaml",
+    "drafter": "or FILE.yaml",
+}
 
 Composed = Callable[[list[str]], DictConfig]
 
@@ -91,7 +96,7 @@ def options_of(group: str) -> list[str]:
 def one_of(group: str, value: str) -> str:
     """What a group's key must be, and which option is nearest to a value."""
     options = options_of(group)
-    also = f", and {ANY_TREE}" if group == "tree" else ""
+    also = f", {BESIDE[group]}" if group in BESIDE else ""
     return f"must be one of {', '.join(options)}{also}{did_you_mean(value, options)}"
 
 

@@ -75,8 +75,8 @@ class Engine:
 
         `draft`: a directory that eagle-export wrote, a Draft, a Drafter, or None for plain decoding. Also a mapping of
         these by name: requests choose one (`SamplingParams.drafter`), the first is the default.
-        `tree`: a name (`chainN`, `dM_bfN`, a YAML in conf/tree), a Tree, a mapping {largest batch size: tree} or a
-        Dispatcher. Unused without a draft.
+        `tree`: a name (`chainN`, `dM_bfN`, `n8`, `auto`, `dynamic`), FILE.yaml, a Tree, a DynamicTree, a mapping
+        {largest batch size: tree} or a Dispatcher. Unused without a draft.
         `config`, and `options` that replace its fields by name: see `EngineConfig`.
         `prefill`: the connection to prefill processes (disaggregated prefill). `acceptance`: replaces the verification
         result of each round, for measurements (`SimulatedAcceptance`); it is recorded in a CUDA graph, so that it must
