@@ -2,8 +2,8 @@
 
 Started by torchrun on several processes, these hold the target together (tensor parallel).
 
-The draft is a training checkpoint, an artifact that was exported before, or an EAGLE-1 draft that others trained.
-DESIGN sections 3.9, 3.10.
+The draft is a training checkpoint, an artifact that was exported before, or one that others trained
+(EAGLE-1, EAGLE-3, P-EAGLE, Medusa). DESIGN sections 3.9, 3.10.
 """
 
 from pathlib import Path

@@ -2,8 +2,8 @@
 
 - `format`: the artifact, the directory that is distributed; written atomically, read with every tensor checked
 - `tensors`: a draft's tensors as a file holds them, quantised or not
-- `layouts`: tensor names and config.json of vLLM, SGLang and TensorRT-LLM
-- `foreign`: EAGLE-1 drafts that others trained
+- `layouts`: tensor names and config.json of vLLM, SGLang, TensorRT-LLM and speculators
+- `foreign`: drafts that others trained (EAGLE-1, EAGLE-3, P-EAGLE, Medusa)
 - `hub`: download and upload
 - `convert`: a draft into the layout and precision of an engine; `calibrate`: its rounding with error feedback
 - `verify`: what was written against what was trained
