@@ -57,7 +57,7 @@ class TargetConfig:
     """
 
     path: str
-    dtype: str = "auto"  # auto | float32 | bfloat16. auto: bf16 where the hardware is made for it, else fp32
+    dtype: str = "auto"  # auto | float32 | bfloat16. auto: bf16 where the hardware has it, but fp32 to decode on a CPU
     trust_remote_code: bool = False
     chat_template: str | None = None  # a file with the chat template that is served, if not the tokenizer's own
     template_kwargs: dict[str, Any] | None = None  # the template's variables, for prompts
