@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from eagle_train import cache, datastore, doctor, export, generate, regenerate, train
+from eagle_train.inference.grammar import expressions, json_schema
 from evals import compare, experiments, gating, latency, layer_skip, mt_bench, report, switches, tune_trees
 from tests.support.command_line import call, chats, write_jsonl
 from tests.support.pages import PAGES, ROOT, Command, blocks, shell_commands
@@ -145,3 +146,9 @@ def test_the_python_of_a_page_runs(page):
     for block in blocks(page, "python"):
         if not block.startswith("# needs "):
             exec(compile(block, page, "exec"), names)
+
+
+def test_the_engines_page_tells_the_limits_of_grammars():
+    page = " ".join((ROOT / "docs/engine.md").read_text("utf-8").split())
+    assert f"more than {json_schema._MOST_STRINGS} strings with different bounds or patterns" in page
+    assert f"more than {expressions._MOST_IN_A_ROW} optional or repeated parts in a row" in page
