@@ -32,6 +32,7 @@ from eagle_train.inference.requests.sampling_keys import SamplingKeys
 from eagle_train.inference.requests.sequence import OVERFLOW
 from eagle_train.models.draft_quantisation import Quant, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.models.target import Target
 from eagle_train.settings import build
 from eagle_train.terminal import COLORS, wants_color
 
@@ -91,7 +92,7 @@ def job(config: DictConfig) -> int:
     prompt = [{"role": "user", "content": config.prompt}] if config.chat else config.prompt
     for number in range(params.n):
         one = replace(params.with_seed_after(number), n=1)
-        ended = _answer(engine, prompt, one, config.color, world.is_main)
+        ended = _answer(engine, target, prompt, one, config.color, world.is_main)
         check(ended != "overflow", f"target {target.name}: {OVERFLOW}")
     return 0
 
@@ -101,17 +102,16 @@ def _own(keys: Keys) -> dict[str, Any]:
     return {name: value for name, value in vars(keys).items() if name not in SHARED}
 
 
-def _answer(engine: Engine, prompt: Any, params: SamplingParams, color: str, shows: bool) -> str | None:
+def _answer(engine: Engine, target: Target, prompt: Any, params: SamplingParams, color: str, shows: bool) -> str | None:
     """Print an answer as it comes if it `shows`, and what became of it. Returns its `finish_reason`."""
-    tokenizer = engine.target.tokenizer
-    request, text = engine.add(prompt, params), detokenizer_of(Texts(tokenizer), params)
+    request, text = engine.add(prompt, params), detokenizer_of(Texts(target.tokenizer), params)
     marked = MarkedText(text, wants_color(color, sys.stdout), on_terminal=sys.stdout.isatty())
     while not request.finish_reason:
         if engine.step() and shows:
             print(marked.new_text(request), end="", flush=True)
     if shows:
         output = engine.output(request)
-        print(*("", *map(partial(_line, tokenizer), output.logprobs or [])), sep="\n", flush=True)
+        print(*("", *map(partial(_line, target.tokenizer), output.logprobs or [])), sep="\n", flush=True)
         _LOG.info("%s", summary(output))
     return request.finish_reason
 

@@ -2,7 +2,9 @@
 
 import tempfile
 
+from eagle_train.inference import SamplingParams
 from eagle_train.inference.drafters import EAGLE
+from eagle_train.inference.requests.sampling_keys import KEYS
 from eagle_train.models.loading import TargetConfig
 from eagle_train.models.target import Target
 from eagle_train.training.cost.estimate import ClusterConfig
@@ -29,9 +31,7 @@ def latency_config(**changes) -> Config:
             "max_tokens": 9,
             "ignore_eos": False,
             "transformers": True,
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "top_k": 0,
+            **{name: getattr(SamplingParams(), name) for name in KEYS},
             "relaxed_topk": 0,
             "relaxed_delta": 0.0,
             "relaxed_thinking": False,
