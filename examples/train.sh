@@ -2,6 +2,7 @@
 # Trains a small draft for the bundled target, exports it and lets it answer: the whole way, in about a minute.
 # Usage: bash examples/train.sh [overrides for eagle-train, e.g. train.steps=100]
 # OUT: where all of it is written, outputs/example unless it is set
+# Needs the package: bash launch/setup.sh && source .venv/bin/activate
 set -euo pipefail
 out="${OUT:-outputs/example}"
 

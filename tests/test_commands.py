@@ -36,6 +36,8 @@ from tests.support.command_line import (
 from tests.support.processes import run
 from tests.support.tiny import CHARACTERS
 
+ROOT = Path(__file__).parents[1]
+
 STEPS = 6  # of the runs that are killed; a checkpoint every 2
 EVENTS = 21  # of such a run: two micro-batches and a record a step, and the checkpoints
 
@@ -115,6 +117,9 @@ def test_a_run_leaves_its_config_its_metrics_and_a_checkpoint(made):
             assert isinstance(record[name], float), name
     assert len(records[-1]["heldout_acceptance_per_depth"]) == 3
     assert records[-1]["heldout_simulated_tpc"] >= 1
+    guide = (ROOT / "docs/training.md").read_text()
+    untold = {name for record in records for name in record if f"`{name.removeprefix('heldout_')}`" not in guide}
+    assert {name for name in untold if f"`{name}`" not in guide} == set(), "the guide says what each figure is"
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])

@@ -34,7 +34,7 @@ class OptimConfig:
     momentum: float = 0.95  # Muon's
     warmup_steps: int = 0
     decay_share: float = 0.0  # the last share of the run, in which the learning rate falls to 0
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # a longer gradient is scaled to this length
     tokens_per_step: int = 2_097_152
 
     def __post_init__(self) -> None:
