@@ -39,7 +39,7 @@ def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
     few = ["max_tokens=8", "repeats=1"]
     names = "continuous_batching,divided_sampling"
     lengths = ["shared_tokens=40", "long_tokens=70", "chunk_tokens=16", "requests=3", "rate=40"]
-    data = ["device=cpu", "data=messages", f"data.path={home}/chats.jsonl", "data.row_tokens=64"]
+    data = ["device=cpu", "data=messages", f"data.path={home}/chats.jsonl"]
     calibrated = ["layout=vllm", "quant=int4", "quant.scope=all_linear", "rounding=gptq", "calibration_tokens=40"]
     once = ["rate=60", "requests=3"]
     shapes = ["shapes=tiny", "acceptance=[0.8,0.6]", "context_lengths=[12]", "trees=[chain2]", "draft.window=8"]
@@ -53,7 +53,14 @@ def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
         ("eagle_train.regenerate", [f"target={home}/target", *data, f"out={out}/answers.jsonl", "max_tokens=9"]),
         (
             "eagle_train.export",
-            [f"checkpoint={home}/draft", f"target={home}/target", *data, f"out={out}/draft", *calibrated],
+            [
+                f"checkpoint={home}/draft",
+                f"target={home}/target",
+                *data,
+                "data.row_tokens=64",
+                f"out={out}/draft",
+                *calibrated,
+            ],
         ),
         asked("serving", f"draft.path={home}/one/draft", f"vllm.python={home}/python", "batch_size=2"),
     ]

@@ -80,7 +80,9 @@ def test_every_published_result_has_its_place(out, root):
 
 def test_the_page_is_small_and_loads_nothing(text, root):
     assert len(text.encode()) < 10**6
-    assert re.findall(r"https?:|@import|src=", text) == []
+    assert re.findall(r"@import|src=|url\(['\"]?https?:", text) == []
+    given = [value for each in root.all() for value in each.attributes.values()]
+    assert [value for value in given if value and "http" in value] == []  # an address may be told, not followed
     links = [value for each in root.all() for name, value in each.attributes.items() if name.endswith(("href", "src"))]
     assert links
     assert [link for link in links if not link.startswith(("#", "data:"))] == []

@@ -302,7 +302,7 @@ def page() -> str:
         "of today's families, written anew by their meaning in `tests/support/templates`. Each line is one of the",
         "assistant's turns, from the end of the prompt that a server would be given to the token that ends it; `\\n`",
         "is a line's end. Several documents: the template renders earlier turns in another way, so each turn is learnt",
-        "behind the prompt that a server would be given for it. `tests/corpus/test_templates.py` holds the code to",
+        "after the prompt that a server would be given for it. `tests/corpus/test_templates.py` holds the code to",
         "this page, and `python -m tests.support.chat_templates` writes it. See the same of your own data with",
         "`eagle-train preview=10`.",
         "",
