@@ -79,7 +79,7 @@ def prepared(tmp_path_factory) -> Path:
         (home / link).parent.mkdir(exist_ok=True)
         (home / link).symlink_to(ROOT / place)
     rows = chats(40)
-    for name in ("chats", "heldout", "a", "b", "outputs/stdlib_chat/train", "outputs/stdlib_chat/heldout"):
+    for name in ("chats", "joined", "heldout", "a", "b", "outputs/stdlib_chat/train", "outputs/stdlib_chat/heldout"):
         (home / name).parent.mkdir(exist_ok=True, parents=True)
         write_jsonl(home / f"{name}.jsonl", rows)
     write_jsonl(
