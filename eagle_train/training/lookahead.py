@@ -23,7 +23,11 @@ import torch
 
 from eagle_train.corpus.stream import TENSORS, Batch, Stream
 from eagle_train.drafts import TargetStates
+from eagle_train.errors import UserError
 from eagle_train.training.target_pass import Placed
+
+_Step = tuple[list[Placed], dict[str, Any]]  # micro-batches on the device, and the stream's state after them
+_Drawn = tuple[list[Batch], dict[str, Any]]
 
 DRAWN_AHEAD = 2  # steps drawn beyond the current one: the target's next run but one needs its batch
 
@@ -59,7 +63,7 @@ class Lookahead:
         self._beside, self._reads = beside, reads
         self._pool: ThreadPoolExecutor | None = None
         self._threads = 0  # of torch, before `start` halved them
-        self._upcoming: deque[tuple[list[Placed], dict[str, Any]]] = deque()
+        self._upcoming: deque[_Step | Exception] = deque()  # an error is raised when its step is asked for
         self._known: list[Placed] = []  # micro-batches whose states are still to be handed out
         self._running: deque[Future[TargetStates]] = deque()  # the target's runs for the first of `_known`
         self._offered: Callable[[], None] | None = None
@@ -73,7 +77,10 @@ class Lookahead:
         return self._pool is not None or (self._beside and (halves or self._reads))
 
     def start(self, steps: int | None) -> "Lookahead":
-        """Draw from where the stream stands now: `steps` steps, or as many as are taken if None."""
+        """Draw from where the stream stands now: `steps` steps, or as many as are taken if None.
+
+        Raises what the first step's drawing raised.
+        """
         self._threads = torch.get_num_threads()
         if self.runs_beside:
             half = max(1, self._threads // 2)
@@ -88,7 +95,9 @@ class Lookahead:
             self.stream.config.prefetch,
         )
         try:
-            self._upcoming.extend(self._take() for _ in range(DRAWN_AHEAD))
+            for _ in range(DRAWN_AHEAD):
+                self._upcoming.append(self._take())
+            _sound(self._upcoming[0])
         except BaseException:  # data that cannot be read, say: nobody will leave what was not entered
             self._release(wait=False)
             raise
@@ -112,19 +121,27 @@ class Lookahead:
 
     def upcoming(self, number: int = 0) -> list[Placed]:
         """The micro-batches of a step that is drawn and not handed out yet; 0 is the next one."""
-        return self._upcoming[number][0]
+        return _sound(self._upcoming[number])[0]
 
     def step(self) -> list[Placed]:
-        """The next optimiser step's micro-batches."""
-        batches, self.state = self._upcoming.popleft()
+        """The next optimiser step's micro-batches. Raises what its drawing raised; `state` is then as before."""
+        batches, self.state = _sound(self._upcoming.popleft())
         self._upcoming.append(self._take())
         return batches
 
-    def _take(self) -> tuple[list[Placed], dict[str, Any]]:
-        """The next step that was drawn, on the device, and the stream's state after it."""
+    def _take(self) -> _Step | Exception:
+        """The next step that was drawn, on the device, and the stream's state after it; or what its drawing raised.
+
+        The run may end before it comes to that step.
+        """
+        if self._upcoming and isinstance(self._upcoming[-1], Exception):
+            return self._upcoming[-1]  # nothing was drawn after it
         started = time.perf_counter()
-        batches, state = self._drawer.take()
+        drawn = self._drawer.take()
         self.waited += time.perf_counter() - started
+        if isinstance(drawn, Exception):
+            return drawn
+        batches, state = drawn
         return [self.to_device(batch) for batch in batches], state
 
     def with_states(self, batches: list[Placed]) -> Iterator[tuple[Placed, TargetStates]]:
@@ -135,7 +152,8 @@ class Lookahead:
             yield from ((batch, self.target_states(batch)) for batch in batches)
             return
         for number, batch in enumerate(batches):
-            self._known = [*batches[number:], *chain.from_iterable(step for step, _ in self._upcoming)]
+            drawn = (each[0] for each in self._upcoming if not isinstance(each, Exception))
+            self._known = [*batches[number:], *chain.from_iterable(drawn)]
             self._run_ahead()
             self._known = self._known[1:]
             yield batch, self._running.popleft().result()
@@ -187,7 +205,7 @@ class _Drawer:
     ):
         self._draw, self._state, self._limit = draw, state, steps
         self._begun, self._counting = 0, threading.Lock()
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+        self._ready: queue.Queue[_Drawn | Exception] = queue.Queue(maxsize=ahead)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -201,19 +219,16 @@ class _Drawer:
     def _run(self) -> None:
         while self._may_draw():
             try:
-                step: Any = self._draw(), self._state()
-            except Exception as error:  # raised in the thread that takes the step
+                step: _Drawn | Exception = self._draw(), self._state()
+            except Exception as error:  # told to the thread that takes the step
                 step = error
             self._ready.put(step)
             if isinstance(step, Exception):
                 return
 
-    def take(self) -> tuple[list[Batch], dict[str, Any]]:
-        """The next step and the state after it. Raises what the drawing raised."""
-        step = self._ready.get()
-        if isinstance(step, Exception):
-            raise step
-        return step
+    def take(self) -> _Drawn | Exception:
+        """The next step and the state after it, or what its drawing raised: nothing comes after that."""
+        return self._ready.get()
 
     def finish(self, largest: Callable[[int], int]) -> None:
         """Stop drawing, after as many steps as the rank that has begun most; `largest` gives their maximum."""
@@ -224,8 +239,16 @@ class _Drawer:
             while self._thread.is_alive():  # it may wait for room in the queue, or for a rank that has drawn less
                 with suppress(queue.Empty):
                     self._ready.get(timeout=0.01)
-            for _ in range(wanted - self._limit):
-                self._draw()
+            with suppress(UserError):  # in data of steps that nobody asks for
+                for _ in range(wanted - self._limit):
+                    self._draw()
+
+
+def _sound(step: _Step | Exception) -> _Step:
+    """A step that was drawn. Raises the error that came in its place."""
+    if isinstance(step, Exception):
+        raise step
+    return step
 
 
 def _pinned(batch: Batch, device: torch.device) -> Batch:

@@ -64,6 +64,34 @@ def test_data_that_cannot_be_read_cost_no_threads():
         assert torch.get_num_threads() == 2
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("steps", [3, None])
+def test_data_that_no_step_needs_may_be_broken(cores, steps):
+    """Those that are drawn ahead of the last step; a step that needs them raises the error."""
+
+    class EndsBroken(Numbers):
+        world = SimpleNamespace(exchange=lambda own, side: [own, own + 1])  # another rank has begun a step more
+
+        def __next__(self) -> int:
+            if self.drawn == 3:
+                raise UserError("row 4: is no chat")
+            return super().__next__()
+
+    with num_threads(cores):
+        ahead = Lookahead(EndsBroken(), 1, lambda batch: batch, lambda batch: -batch, torch.device("cpu"))
+        with ahead.start(steps):
+            assert [pair for _ in range(3) for pair in ahead.with_states(ahead.step())] == [(1, -1), (2, -2), (3, -3)]
+            assert ahead.state == {"drawn": 3}
+        assert torch.get_num_threads() == cores
+        again = Lookahead(EndsBroken(), 1, lambda batch: batch, lambda batch: -batch, torch.device("cpu")).start(None)
+        for _ in range(3):
+            again.step()
+        with pytest.raises(UserError, match="row 4: is no chat"):
+            again.step()
+        assert again.state == {"drawn": 3}
+        again._release(wait=False)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
 @pytest.mark.parametrize("cores", [1, 2])
 def test_each_micro_batch_comes_with_its_own_hidden_states(make, cores, accumulation):
