@@ -32,6 +32,7 @@ SIDES = ("data", "files", "votes")
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 _LONGEST_WAIT = timedelta(days=7)  # at a job's end, for a first rank that still works alone; launchers end what hangs
+_ERROR_WAIT = timedelta(minutes=1)  # for ranks that are to meet the same error, and may not
 
 
 @contextmanager
@@ -113,6 +114,30 @@ class World:
         dist.broadcast_object_list(given, src=0, group=self.sides["data"])
         return given[0]
 
+    def by_main(self, work: Callable[[], T]) -> T:
+        """What `work` returns on the first rank, which alone does it, on every rank; a picklable value.
+
+        All ranks call it. A UserError that `work` raises is raised on every rank, as CommonError.
+        """
+        if self.size == 1:
+            return work()
+        value, told = self.agreed(_tried(work) if self.is_main else (None, None))
+        check(told is None, str(told), CommonError)
+        return value  # type: ignore[return-value]  # it is the work's where nothing was raised
+
+    def by_each(self, work: Callable[[], T]) -> T:
+        """What `work` returns on this rank; every rank does it. All ranks call it.
+
+        A UserError that a rank raises is raised on every rank, as CommonError; of several that of the lowest rank. For
+        what may fail on one node and not on another, such as reading its files.
+        """
+        if self.size == 1:
+            return work()
+        value, own = _tried(work)
+        told = next((each for each in self.exchange(own) if each is not None), None)
+        check(told is None, str(told), CommonError)
+        return value  # type: ignore[return-value]
+
     def exchange(self, own: T, side: str = "data") -> list[T]:
         """What every rank gave, by rank; picklable values, through the group of a side."""
         if self.size == 1:
@@ -123,6 +148,14 @@ class World:
 
 
 ALONE = World()
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What `work` returns, or the message of the UserError that it raises."""
+    try:
+        return work(), None
+    except UserError as error:
+        return None, str(error)
 
 
 def place() -> tuple[int, int]:
@@ -200,37 +233,45 @@ def run(job: Callable[[], int]) -> None:
     except UserError as error:
         if place()[1] == 1:
             raise
-        leave(report(error), failed=not isinstance(error, CommonError))
+        leave(report(error), None if not isinstance(error, CommonError) else _ERROR_WAIT)
     leave(status)
 
 
-def leave(status: int = 0, failed: bool = False) -> None:
+def leave(status: int = 0, wait: timedelta | None = _LONGEST_WAIT) -> None:
     """Leave the job. A process alone goes on, unless it has a `status` to end with; a rank of several ends here.
 
     It waits until all are leaving, for Gloo fails what another rank is still ending when this one's connections close,
-    though all of it had come. One that `failed` does not wait for the others, who may be waiting for it.
+    though all of it had come. But no longer than `wait`: after an error the others may be waiting for this one. None
+    for not at all.
 
     It ends as the interpreter would end it, but without tearing the interpreter down: Gloo's threads still let go of
     the last tensors then, need the interpreter for it, and abort the process (pytorch issue 190489).
     """
-    several = place()[1] > 1
-    if dist.is_initialized() and not failed:
-        store, rank, ranks = default_store(), dist.get_rank(), range(dist.get_world_size())
-        store.set(f"leaving/{rank}", "")
-        store.wait([f"leaving/{each}" for each in ranks], _LONGEST_WAIT)
-        dist.destroy_process_group()
-        store.set(f"left/{rank}", "")
-        if rank == 0:  # without a launcher that keeps it, the store ends with rank 0
-            store.wait([f"left/{each}" for each in ranks], _LONGEST_WAIT)
-    if several:
-        if failed:
+    together = wait is not None and (not dist.is_initialized() or _left_together(wait))
+    if place()[1] > 1:
+        if together:
+            threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its children
+        else:
             for child in multiprocessing.active_children():
                 child.terminate()  # nobody told them to end, and what follows waits for them
-        else:
-            threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its children
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     if status:
         sys.exit(status)
+
+
+def _left_together(wait: timedelta) -> bool:
+    """End the process group once every rank leaves; False where one does not within `wait`, or rank 0 is gone."""
+    store, rank, ranks = default_store(), dist.get_rank(), range(dist.get_world_size())
+    try:
+        store.set(f"leaving/{rank}", "")
+        store.wait([f"leaving/{each}" for each in ranks], wait)
+        dist.destroy_process_group()
+        store.set(f"left/{rank}", "")
+        if rank == 0:  # without a launcher that keeps it, the store ends with rank 0
+            store.wait([f"left/{each}" for each in ranks], wait)
+    except (dist.DistNetworkError, dist.DistStoreError):
+        return False
+    return True

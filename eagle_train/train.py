@@ -4,6 +4,7 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -16,6 +17,7 @@ from eagle_train.corpus.source import DataConfig, check_found
 from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import TargetConfig, load_config
+from eagle_train.one_writer import one_writer
 from eagle_train.results import redact, write_text
 from eagle_train.settings import build
 from eagle_train.terminal import COLORS, wants_color
@@ -82,8 +84,10 @@ def job(config: DictConfig) -> int:
     parallel = build(ParallelConfig, config.parallel, "parallel")
     minutes, group = parallel.timeout_minutes, parallel.needs_group
     world = distributed.start(resolve_device(config.device), timeout_minutes=minutes, group=group)
+    out = Path(str(config.out))
     try:
-        _run(config, assemble(config, parallel, world), stop)
+        with one_writer(out, out / ".lock", world):
+            _run(config, assemble(config, parallel, world), stop)
     except Interrupted as interrupted:
         if world.is_main:
             _LOG.info("%s", interrupted)
@@ -103,7 +107,8 @@ def _run(config: DictConfig, trainer: Trainer, stop: _StopSignal) -> None:
         trainer.train(NoTracker(trainer.directory, {}))
         return
     print(trainer, flush=True)
-    log = _open_log(config, trainer)
+    is_complete = trainer.budget.is_over(trainer.state.step)  # then nothing is logged, and no W&B run begun
+    log = NoTracker(trainer.directory, {}) if is_complete else _open_log(config, trainer)
     profile = _profiling(config, trainer) if config.profile else None
     try:
         heldout = trainer.train(log)

@@ -7,7 +7,7 @@ import pytest
 
 from eagle_train import distributed
 from eagle_train.errors import UserError
-from tests.support.processes import run
+from tests.support.processes import run, start_ranks
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,28 @@ def test_an_environment_that_cannot_be(monkeypatch, environment, message):
 )
 def test_the_ranks_of_a_node_are_those_of_one_host(hosts, size):
     assert distributed._node_size(list(hosts)) == size
+
+
+def test_what_one_rank_meets_all_raise():
+    """Work of the first rank alone, and of each."""
+    start_ranks(2, "errors_job", "agree")
+
+
+def test_a_common_error_that_one_rank_alone_meets_ends_the_job():
+    """The other one waits for it elsewhere, and no launcher ends it."""
+    with pytest.raises(AssertionError, match="error: row 9 is no chat"):
+        start_ranks(2, "errors_job", "alone")
+
+
+def test_a_process_alone_raises_its_own_error():
+    def fails() -> None:
+        raise UserError("no room")
+
+    for work in (distributed.ALONE.by_main, distributed.ALONE.by_each):
+        assert work(lambda: 7) == 7
+        with pytest.raises(UserError, match="no room") as raised:
+            work(fails)
+        assert raised.type is UserError
 
 
 def test_a_port_that_another_job_has_is_one_line():

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from eagle_train.caching.options import MIB, Run
 from eagle_train.caching.size import Size, check_room, layout_of, new_walk, size_of
 from eagle_train.caching.walk import WalkedBatch
-from eagle_train.caching.writer import ShardWriter, document_parts, shards_of, writing
-from eagle_train.corpus.preview import check_data
+from eagle_train.caching.writer import ShardWriter, document_parts, rank_of, shards_of, writing
+from eagle_train.corpus.preview import check_data, check_same_data
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import check_found
 from eagle_train.corpus.stream import PackedRow, Stream, heldout_batches
@@ -30,6 +31,7 @@ from eagle_train.models.cached_target import copy_small_files, write_ends
 from eagle_train.models.loading import DTYPES, check_placement, load_target, training_dtype
 from eagle_train.models.state_files import HEADER, INDEX, Header, Shard, index_of, partial_of
 from eagle_train.models.target import Target
+from eagle_train.one_writer import one_writer
 from eagle_train.ops.tensor_files import write_tensors
 from eagle_train.progress import progress
 from eagle_train.results import in_words, write_json
@@ -56,25 +58,29 @@ def build_cache(run: Run, world: World) -> Built:
     """Write the states that `run` reads of its target in a pass over its data to the directory `run.cache.out`.
 
     All ranks call it; each writes shards of its own. Raises UserError for data that cannot be read, for a cache that
-    is there already or was begun with other settings, and where the disk has not the room.
+    is there already, was begun with other settings, and where the disk has not the room.
     """
     out = Path(run.cache.out)
+    lock = out.with_name(f".{out.name}.lock")
+    with nullcontext() if run.cache.plan else one_writer(out, lock, world):
+        return _built(run, world, out)
+
+
+def _built(run: Run, world: World, out: Path) -> Built:
     check(run.cache.plan or not out.exists(), f"out={out}: exists; give another directory, remove it, or verify=true")
     check_found(run.data)
-    earlier = _made_of_earlier(out)
-    run.data.date = world.exchange(run.data.date or earlier.get("data.date") or today())[0]
+    begun = world.by_main(lambda: _Begun.at(partial_of(out)))
+    run.data.date = world.agreed(run.data.date or begun.made_of.get("data.date") or today())
     renderer = renderer_of(run.target, run.data, run.hf_config)
-    for note in check_data(run.data, renderer):
+    for note in world.by_each(lambda: check_data(run.data, renderer)):
         if world.is_main:
             warnings.warn(note, stacklevel=1)
-    known = _known(partial_of(out))
+    check_same_data(run.data, world)
     size = _told(run, renderer, world)
     if run.cache.plan:
         return Built(size, None)
-    if world.is_main:
-        there = sum(file.stat().st_size for file in partial_of(out).glob("*.safetensors"))
-        check_room(out, size.disk_bytes - there)
-    return Built(size, _Build(run, renderer, world, known).finished(size))
+    world.by_main(lambda: check_room(out, size.disk_bytes - begun.disk_bytes))
+    return Built(size, _Build(run, renderer, world, begun).finished(size))
 
 
 def _told(run: Run, renderer: ChatRenderer, world: World) -> Size:
@@ -83,7 +89,7 @@ def _told(run: Run, renderer: ChatRenderer, world: World) -> Size:
     computed = DTYPES[name]
     assert computed is not None  # `training_dtype` leaves no auto
     walk = new_walk(run, Stream(run.data, renderer, run.train.micro_batch_rows, world), set())
-    for rows in _heldout(run, renderer):
+    for rows in world.by_each(lambda: _heldout(run, renderer)):
         walk.marked(rows)
     size = size_of(run, walk, layout_of(run, computed))
     if world.is_main:
@@ -107,16 +113,26 @@ def _without_padding(supervised: torch.Tensor, lengths: list[int]) -> list[int]:
     return lengths[:-1] if ends_in_padding else lengths
 
 
-def _made_of_earlier(out: Path) -> dict[str, Any]:
-    """What the cache that was begun at `out` is made of; empty where none was."""
-    file = partial_of(out) / _MADE_OF
-    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+@dataclass(frozen=True)
+class _Begun:
+    """What an earlier build left in the partial directory: what it is made of, its shards, the keys of their documents,
+    and the bytes that they take. Empty where none was begun. `is_foreign`: something is there that no build began."""
 
+    made_of: dict[str, Any]
+    shards: list[str]
+    known: set[bytes]
+    disk_bytes: int
+    is_foreign: bool
 
-def _known(partial: Path) -> set[bytes]:
-    """The keys of all documents in the shards that are there."""
-    keys = (_shard(partial / name).array("keys", "u1") for name in shards_of(partial))
-    return {key.tobytes() for each in keys for key in each}
+    @classmethod
+    def at(cls, partial: Path) -> "_Begun":
+        file, shards = partial / _MADE_OF, shards_of(partial)
+        made_of = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        keys = (_shard(partial / name).array("keys", "u1") for name in shards)
+        known = {key.tobytes() for each in keys for key in each}
+        taken = sum((partial / name).stat().st_size for name in shards)
+        is_foreign = not made_of and partial.exists() and any(partial.iterdir())
+        return cls(made_of, shards, known, taken, is_foreign)
 
 
 def _shard(path: Path) -> Shard:
@@ -126,7 +142,7 @@ def _shard(path: Path) -> Shard:
 class _Build:
     """One rank's part of a build, its target loaded. `written`: tokens that this rank has written."""
 
-    def __init__(self, run: Run, renderer: ChatRenderer, world: World, known: set[bytes]):
+    def __init__(self, run: Run, renderer: ChatRenderer, world: World, begun: _Begun):
         self.run, self.renderer, self.out = run, renderer, Path(run.cache.out)
         self.partial, self.written = partial_of(self.out), 0
         device = resolve_device(run.cache.device)
@@ -142,12 +158,13 @@ class _Build:
         rows = run.train.micro_batch_rows, run.data.row_tokens
         _, self.compiled = with_compiled_target(parallel, self.target, *rows, self.layers)
         stream = Stream(run.data, renderer, run.train.micro_batch_rows, self.world)
-        self.walk = new_walk(run, stream, known)
+        self.walk = new_walk(run, stream, set(begun.known))
         self.made_of = json.loads(json.dumps(self._made_of(stream)))
-        self._begin(bool(known))
+        self._begin(begun)
         self.layout = layout_of(run, self.target.dtype)
         only, size = run.cache.supervised_only, run.cache.shard_mib * MIB
-        self.writer = ShardWriter(self.partial, world.rank, self.layout, only, size, self.out)
+        number = sum(rank_of(name) == world.rank for name in begun.shards)
+        self.writer = ShardWriter(self.partial, world.rank, number, self.layout, only, size, self.out)
 
     def _made_of(self, stream: Stream) -> dict[str, Any]:
         """All that the cache's contents depend on."""
@@ -162,18 +179,17 @@ class _Build:
         own = ("precision", "supervised_only", "shard_mib")
         return made_of | {key: getattr(run.cache, key) for key in own}
 
-    def _begin(self, is_resumed: bool) -> None:
+    def _begin(self, begun: _Begun) -> None:
         """Begin a new cache, or go on with one. Raises UserError for one of other settings."""
-        earlier = _made_of_earlier(self.out)
-        for key, value in (self.made_of if earlier else {}).items():
-            problem = f"out={self.out}: was begun with {key}={earlier.get(key)}, not {value}"
-            check(earlier.get(key) == value, f"{problem}; give another directory, or remove {self.partial}")
-        there = self.partial.exists() and any(self.partial.iterdir())
-        check(bool(earlier) or not there, f"out={self.out}: {self.partial} is there, and no build began it; remove it")
-        self.world.exchange(None)  # nobody looks any more
+        for key, value in (self.made_of if begun.made_of else {}).items():
+            earlier = begun.made_of.get(key)
+            problem = f"out={self.out}: was begun with {key}={earlier}, not {value}"
+            check(earlier == value, f"{problem}; give another directory, or remove {self.partial}")
+        problem = f"out={self.out}: {self.partial} is there, and no build began it; remove it"
+        check(not begun.is_foreign, problem)
         if self.world.is_main:
-            if is_resumed:
-                _LOG.info("%s: goes on after %d finished shards", self.partial, len(shards_of(self.partial)))
+            if begun.known:
+                _LOG.info("%s: goes on after %d finished shards", self.partial, len(begun.shards))
             write_json(self.partial / _MADE_OF, self.made_of)
         self.world.exchange(None)
         check((self.partial / _MADE_OF).is_file(), f"out={self.out}: must be a directory that all processes see")
@@ -190,12 +206,9 @@ class _Build:
             is_whole = self._write_pass(ahead, size)
             self._write_heldout(ahead)
         self.writer.close()
-        shards = [name for each in self.world.exchange(shards_of(self.partial, self.world.rank)) for name in each]
+        shards = [name for each in self.world.exchange(self.writer.names) for name in each]
         rows = None if is_whole else self.run.most_rows
-        written = self._write_index(sorted(shards), rows) if self.world.is_main else None
-        header = self.world.agreed(written)
-        assert header is not None, "the first rank's"
-        return header
+        return self.world.by_main(lambda: self._write_index(sorted(shards), rows))
 
     def _write_pass(self, ahead: Lookahead, size: Size) -> bool:
         """Write the states of the run's rows, in their order. Returns whether these are all of the data."""

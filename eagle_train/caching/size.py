@@ -57,11 +57,7 @@ def size_of(run: Run, walk: Walk, layout: Layout) -> Size:
     walk.close()
     if walk.is_over:
         return _sized(run, walk.totals, layout)
-    world = walk.world
-    own = _sampled(run, walk, layout, heldout) if world.is_main else None
-    size = world.agreed(own)
-    assert size is not None, "the first rank's"
-    return size
+    return walk.world.by_main(lambda: _sampled(run, walk, layout, heldout))
 
 
 def _sized(run: Run, totals: Totals, layout: Layout) -> Size:

@@ -30,19 +30,33 @@ Parts = dict[str, np.ndarray]
 
 
 class ShardWriter:
-    """Writes documents into shards of about `shard_bytes`, behind those of this rank that are there.
+    """Writes documents into shards of about `shard_bytes`, after the first `number` of this rank, which are there.
 
     Raises UserError, naming the field `out`, where nothing can be written.
     """
 
-    def __init__(self, folder: Path, rank: int, layout: Layout, supervised_only: bool, shard_bytes: int, out: Path):
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        number: int,
+        layout: Layout,
+        supervised_only: bool,
+        shard_bytes: int,
+        out: Path,
+    ):
         self._folder, self._rank, self._layout, self._out = folder, rank, layout, out
         self._supervised_only, self._shard_bytes = supervised_only, shard_bytes
-        self._number = len(shards_of(folder, rank))
+        self._number = number
         self._pending: list[tuple[bytes, torch.Tensor, torch.Tensor, Parts]] = []
         self._pending_bytes = 0
         self._pool = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of this rank's shards, those that were there and those that are written or being written."""
+        return [shard_name(self._rank, number) for number in range(self._number)]
 
     def parts_of(self, states: TargetStates, layers: tuple[int, ...]) -> Parts:
         """A batch's states as they are kept, uint8 [B, T, width] by part, on the host."""
@@ -64,7 +78,7 @@ class ShardWriter:
         self._pending_bytes += sum(each.nbytes for each in parts.values())
 
     def reached(self) -> None:
-        """Called behind each batch: a shard that is full is written meanwhile."""
+        """Called after each batch: a shard that is full is written meanwhile."""
         if self._pending_bytes >= self._shard_bytes:
             self._begin()
 
@@ -125,10 +139,14 @@ def shard_name(rank: int, number: int) -> str:
     return f"{rank:04d}-{number:05d}.safetensors"
 
 
-def shards_of(folder: Path, rank: int | None = None) -> list[str]:
-    """The names of the shards that are there, of one rank or of all, in order."""
-    of_rank = "[0-9]" * 4 if rank is None else f"{rank:04d}"
-    return sorted(path.name for path in folder.glob(f"{of_rank}-{'[0-9]' * 5}.safetensors"))
+def rank_of(shard: str) -> int:
+    """The rank that writes the shard of this name."""
+    return int(shard.partition("-")[0])
+
+
+def shards_of(folder: Path) -> list[str]:
+    """The names of all shards that are there, in order."""
+    return sorted(path.name for path in folder.glob(f"{'[0-9]' * 4}-{'[0-9]' * 5}.safetensors"))
 
 
 def document_parts(parts: Mapping[str, np.ndarray], row: int, start: int, end: int) -> Parts:

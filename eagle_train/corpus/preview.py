@@ -17,7 +17,7 @@ from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
 from eagle_train.corpus.source import DataConfig, Source, SourceConfig, field_of, open_source
 from eagle_train.corpus.template import TemplateFault
 from eagle_train.corpus.tokens import Document
-from eagle_train.distributed import CommonError
+from eagle_train.distributed import CommonError, World
 from eagle_train.errors import UserError, check
 from eagle_train.results import write_text
 from eagle_train.terminal import GREEN, RESET, printable
@@ -77,6 +77,24 @@ def check_data(config: DataConfig, renderer: ChatRenderer, left_out: Collection[
     """
     notes = [note for opened in _opened_sources(config, left_out) for note in _check_source(opened, config, renderer)]
     return [*notes, *_notes_of(renderer)]
+
+
+def check_same_data(config: DataConfig, world: World) -> None:
+    """Raise CommonError unless the files of every data set have the same names and sizes on all ranks.
+
+    Each rank reads rows for all, so other files on one node would be trained on without a word. All ranks call it.
+    """
+    if world.size == 1:
+        return
+    own = world.by_each(lambda: {(each.field, each.path): each.source.identity() for each in _opened_sources(config)})
+    first, *others = world.exchange(own)
+    for rank, seen in enumerate(others, 1):
+        differing = [place for place, identity in seen.items() if identity != first[place]]
+        for name, path in differing[:1]:
+            raise CommonError(
+                f"{name} is {path}; rank {rank} finds other files there than rank 0, by their names or sizes: give a "
+                "directory that all nodes share, or the same copy on each"
+            )
 
 
 def _opened_sources(config: DataConfig, left_out: Collection[str] = ()) -> Iterator[Opened]:

@@ -85,6 +85,12 @@ class Compiled:
             self(*own, lambda layer, q, k, v, rule: q.new_zeros(*q.shape[:-1], v.shape[-1]))
 
 
+def try_compiler(device: torch.device) -> None:
+    """Compile a small function for `device`. Raises OptionError where that fails."""
+    with compiling():
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+
+
 @contextmanager
 def compiling() -> Iterator[None]:
     """Raises OptionError where torch.compile fails within."""

@@ -11,6 +11,7 @@ import logging
 import random
 import shlex
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from eagle_train.artifacts.format import check_sizes, load_draft, read_artifact
 from eagle_train.artifacts.layouts import unserved
 from eagle_train.artifacts.of_target import check_in_target, load_in_target
-from eagle_train.corpus.preview import check_data
+from eagle_train.corpus.preview import check_data, check_same_data
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, absent, check_found
 from eagle_train.corpus.stream import Stream, heldout_batches
@@ -46,6 +47,7 @@ from eagle_train.models.shapes import context_of
 from eagle_train.models.state_files import read_header
 from eagle_train.models.stops import load_stop_ids
 from eagle_train.models.target import Target, TargetEnds
+from eagle_train.ops.compiled import try_compiler
 from eagle_train.settings import build
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.format import checkpoints, newest_config
@@ -56,7 +58,7 @@ from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.placement import chosen
 from eagle_train.training.resume import check_same_draft
-from eagle_train.training.target_pass import can_compile, target_states, to_device
+from eagle_train.training.target_pass import can_compile, succeeds, target_states, to_device
 from eagle_train.training.train_config import OF_TARGET, TrainConfig, accumulation, rows_of_run
 from eagle_train.training.trainer import Trainer
 
@@ -101,9 +103,10 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     date = data.date or _day_of(out, train.resume, target_config)
     data.date = config.data.date = world.exchange(date)[0]  # the same on all ranks
     renderer = renderer_of(target_config, data, hf_config)
-    for note in check_data(data, renderer):
+    for note in world.by_each(lambda: check_data(data, renderer)):
         if world.is_main:
             warnings.warn(note, stacklevel=1)
+    check_same_data(data, world)
 
     store = CheckpointStore(out, world)
     store.check_shared()
@@ -122,7 +125,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
             shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
         draft = _begun(shape, config.seed, train, target, target_config.path)
     draft = draft.to(device)
-    heldout = heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches)
+    heldout = world.by_each(lambda: heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches))
     if isinstance(target, CachedTarget):
         for batch in heldout:  # else the run would end at its first measurement
             target.check_has(batch.tokens, batch.supervised, batch.lengths)
@@ -199,12 +202,15 @@ def with_compiled_target(
 
     DeepSpeed puts hooks into a module, and its layers are compiled only for who asks for it.
     """
-    wanted, run = parallel.compile, cast(Target, target)
+    wanted, device = parallel.compile, target.device
     whole = parallel.target == "replicated" and not isinstance(target, CachedTarget)
+    of_draft = wanted is not None or parallel.backend != "deepspeed"
     with within("parallel"):
-        compiled = whole and can_compile(run, rows, tokens, wanted, layers)
-    unasked = (compiled if whole else target.device.type == "cuda") and parallel.backend != "deepspeed"
-    return dataclasses.replace(parallel, compile=unasked if wanted is None else wanted), compiled
+        if whole:
+            works = compiled = can_compile(cast(Target, target), rows, tokens, wanted, layers)
+        else:  # the draft alone, at its first step: a compiler that fails there would end a run that has begun
+            works, compiled = of_draft and succeeds(partial(try_compiler, device), device, wanted), False
+    return dataclasses.replace(parallel, compile=works and of_draft), compiled
 
 
 def look_ahead(

@@ -89,16 +89,24 @@ def unread(target: TargetEnds, fault: UserError | None, world: World) -> str | N
 
 
 def can_compile(target: Target, rows: int, tokens: int, wanted: bool | None, layers: tuple[int, ...] = ()) -> bool:
-    """Whether the target's forward of [rows, tokens], with these layers' outputs, is compiled now: as `wanted`, or, if
-    that is None, on a GPU.
+    """Whether the target's forward of [rows, tokens], with these layers' outputs, is compiled now. See `succeeds`."""
+
+    def attempt() -> None:
+        zeros = torch.zeros(rows, tokens, dtype=torch.long, device=target.device)
+        target.compiled(layers).prepare(zeros, zeros)
+
+    return succeeds(attempt, target.device, wanted)
+
+
+def succeeds(attempt: Callable[[], None], device: torch.device, wanted: bool | None) -> bool:
+    """Whether an attempt to compile is made, and does not fail: as `wanted`, or, if that is None, on a GPU.
 
     Where torch.compile fails None warns and goes on without; True raises OptionError.
     """
-    if not wanted and (wanted is not None or target.device.type != "cuda"):
+    if not wanted and (wanted is not None or device.type != "cuda"):
         return False
-    zeros = torch.zeros(rows, tokens, dtype=torch.long, device=target.device)
     try:
-        target.compiled(layers).prepare(zeros, zeros)
+        attempt()
     except OptionError as error:
         if wanted:
             raise

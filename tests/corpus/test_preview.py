@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import GenerationConfig
@@ -13,6 +14,7 @@ from eagle_train.corpus import preview
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, check_found
 from eagle_train.corpus.stream import Stream
+from eagle_train.distributed import ALONE, CommonError, World
 from eagle_train.errors import UserError
 from eagle_train.inference import Requests
 from eagle_train.models.loading import TargetConfig, load_config, load_target, load_tokenizer
@@ -367,3 +369,26 @@ def test_many_refused_rows_are_told_in_few_lines(home, capsys):
     assert len([line for line in told if line.startswith("refused: ")]) == preview.TOLD + 1
     assert told[-1] == f"refused: {30 - preview.TOLD} more"
     assert "30 refused" in "\n".join(told)
+
+
+def test_ranks_that_find_other_files_are_refused(tmp_path):
+    """A node with an older copy, say: it would render its share of the rows from that."""
+    path, heldout = (
+        write_jsonl(tmp_path / "rows.jsonl", [row(*TURNS)]),
+        write_jsonl(tmp_path / "h.jsonl", [row(*TURNS)]),
+    )
+    config = DataConfig(path=str(path), heldout=str(heldout))
+
+    class Ranks(World):
+        """Rank 1 of three, whose data have changed since rank 0 looked."""
+
+        def exchange(self, own: Any, side: str = "data") -> list[Any]:
+            return [earlier if isinstance(own, dict) else own, own, own]
+
+    earlier = {(each.field, each.path): each.source.identity() for each in preview._opened_sources(config)}
+    world = Ranks(1, 3)
+    preview.check_same_data(config, world)
+    write_jsonl(tmp_path / "h.jsonl", [row(*TURNS)] * 2)
+    preview.check_same_data(config, ALONE)
+    with pytest.raises(CommonError, match=f"^data.heldout is {heldout}; rank 1 finds other files there than rank 0"):
+        preview.check_same_data(config, world)

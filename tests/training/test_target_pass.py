@@ -8,7 +8,7 @@ import torch
 from torch._inductor import config as inductor
 
 from eagle_train.corpus.stream import Batch
-from eagle_train.errors import OptionError
+from eagle_train.errors import OptionError, UserError
 from eagle_train.models.cached_target import CachedTarget
 from eagle_train.models.head import LMHead
 from eagle_train.models.target import Target
@@ -134,13 +134,18 @@ def test_what_a_job_compiles(monkeypatch, settings, device, draft, of_target):
         return target.device.type == "cuda" if wanted is None else wanted
 
     monkeypatch.setattr(assembly, "can_compile", can)
+    monkeypatch.setattr(assembly, "try_compiler", lambda device: None)
     target = SimpleNamespace(device=torch.device(device))
     parallel, compiled = assembly.with_compiled_target(ParallelConfig(**settings), target, 2, 24, ())
     assert (parallel.compile, compiled) == (draft, of_target)
 
 
-def test_what_is_read_from_disk_is_not_compiled():
+def test_of_what_is_read_from_disk_the_draft_alone_is_compiled_where_that_works():
     target = object.__new__(CachedTarget)
     target.lm_head = LMHead(torch.zeros(2, 2))
     parallel, compiled = assembly.with_compiled_target(ParallelConfig(compile=True), target, 2, 24, ())
     assert (parallel.compile, compiled) == (True, False)
+    torch._dynamo.reset()
+    broken = inductor.patch({"cpp.cxx": ("/nowhere/c++",), "fx_graph_cache": False})
+    with broken, pytest.raises(UserError, match=r"^parallel.compile=True: torch.compile fails: .+"):
+        assembly.with_compiled_target(ParallelConfig(compile=True), target, 2, 24, ())

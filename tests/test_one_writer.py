@@ -1,0 +1,64 @@
+"""one_writer.py: of two that write to one place the second is refused, before anything is touched."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from eagle_train import cache, train
+from eagle_train.errors import UserError
+from eagle_train.one_writer import one_writer
+from tests.support.command_line import call
+
+HOLDS = "import sys; from pathlib import Path; from eagle_train.one_writer import one_writer\n"
+HOLDS += "out = Path(sys.argv[1])\nwith one_writer(out, out / '.lock'): print('held', flush=True); sys.stdin.read()"
+
+
+def test_the_second_is_told_who_writes(tmp_path):
+    out = tmp_path / "runs" / "one"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout.readline() == "held\n"
+        told = f"^out={out}: process {first.pid} on {socket.gethostname()} writes there; wait for its end"
+        for _ in range(2):
+            with pytest.raises(UserError, match=told), one_writer(out, out / ".lock"):
+                pass
+        first.kill()  # what holds nothing any more, and has removed nothing
+        first.wait()
+        assert (out / ".lock").exists()
+        with one_writer(out, out / ".lock"):
+            (out / "kept").touch()
+    assert [each.name for each in out.iterdir()] == ["kept"]
+
+
+def test_a_directory_for_the_lock_alone_is_gone_with_it(tmp_path):
+    out = tmp_path / "one"
+    for _ in range(2):
+        with one_writer(out, out / ".lock"):
+            assert out.is_dir()
+        assert not out.exists()
+    with pytest.raises(KeyError), one_writer(out, out / ".lock"):
+        raise KeyError
+    assert not out.exists()
+
+
+def test_where_nothing_can_be_written_the_command_says_so(tmp_path):
+    (tmp_path / "file").write_text("{}")
+    with one_writer(tmp_path / "file" / "out", tmp_path / "file" / "out" / ".lock"):
+        pass
+    assert json.loads((tmp_path / "file").read_text()) == {}
+
+
+@pytest.mark.parametrize(("main", "lock"), [(train.main, "one/.lock"), (cache.main, ".one.lock")])
+def test_a_second_run_in_one_place_is_refused_and_touches_nothing(tmp_path, capsys, main, lock):
+    out = tmp_path / "one"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
+    with one_writer(out, tmp_path / lock):
+        before = sorted(tmp_path.rglob("*"))
+        assert call(main, "data=messages", f"data.path={rows}", f"out={out}", "device=cpu", "train.steps=1") == 2
+        assert sorted(tmp_path.rglob("*")) == before
+    assert f"error: out={out}: process " in capsys.readouterr().err
