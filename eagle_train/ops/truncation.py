@@ -46,7 +46,7 @@ def truncated_softmax(
 
 
 def sorted_truncation(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """`truncated_softmax` by a sort: the plain twin."""
+    """`truncated_softmax` by a sort: the plain twin. A row without top-k and top-p is its plain softmax, to the bit."""
     top_k, top_p = top_k[:, None, None], top_p[:, None, None]
     ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
     vocabulary = scaled.shape[-1]
@@ -57,7 +57,8 @@ def sorted_truncation(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
     # Rounding may bring the mass to 1 before the last token, which top-p 1 must keep. A tiny top-p is 0 in float32: the
     # first token, before which there is no mass, is kept anyway.
     kept = probs * ((mass_before < top_p) | (top_p >= 1) | (mass_before == 0))
-    return torch.zeros_like(probs).scatter_(-1, index, normalised(kept))
+    truncated = torch.zeros_like(probs).scatter_(-1, index, normalised(kept))
+    return torch.where((top_k > 0) | (top_p < 1), truncated, scaled.softmax(-1))
 
 
 def normalised(weights: torch.Tensor) -> torch.Tensor:

@@ -99,22 +99,27 @@ def test_among_equals_the_lower_indices_are_kept():
     assert 4490 < len(kept) < 4510
 
 
-def test_rows_without_top_k_and_top_p_are_their_softmax():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocabulary", [97, 4096, 9000])
+def test_rows_without_top_k_and_top_p_are_their_softmax(vocabulary, dtype):
+    """To the bit, whichever of the two sorts or searches."""
     rows = len(SETTINGS)
-    scaled, (top_k, top_p) = scaled_logits("plain", rows, 9000), settings_of(rows)
+    scaled, (top_k, top_p) = scaled_logits("plain", rows, vocabulary).to(dtype), settings_of(rows)
     row = SETTINGS.index((0, 1.0))
-    assert torch.equal(searched_truncation(scaled, top_k, top_p)[row], scaled[row].softmax(-1))
+    assert torch.equal(truncated_softmax(scaled, top_k, top_p)[row], scaled[row].softmax(-1))
 
 
-def test_a_row_has_the_same_bits_in_any_batch(monkeypatch):
+@pytest.mark.parametrize("vocabulary", [97, 4096, 9000])
+def test_a_row_has_the_same_bits_in_any_batch(vocabulary, monkeypatch):
     rows = len(SETTINGS)
-    scaled, (top_k, top_p) = scaled_logits("bf16", rows, 9000), settings_of(rows)
-    ours = searched_truncation(scaled, top_k, top_p)
-    for row in range(rows):
-        one = slice(row, row + 1)
-        any_top_k = bool(top_k[row] > 0)
-        assert torch.equal(searched_truncation(scaled[one], top_k[one], top_p[one], any_top_k)[0], ours[row])
-    monkeypatch.setattr(truncation, "_CPU_CHUNK", 5 * 9000)  # a row's two nodes are in different chunks
+    scaled, (top_k, top_p) = scaled_logits("bf16", rows, vocabulary), settings_of(rows)
+    for truncate in (truncated_softmax, searched_truncation):
+        ours = truncate(scaled, top_k, top_p)
+        for row in range(rows):
+            one = slice(row, row + 1)
+            any_top_k = bool(top_k[row] > 0)
+            assert torch.equal(truncate(scaled[one], top_k[one], top_p[one], any_top_k)[0], ours[row])
+    monkeypatch.setattr(truncation, "_CPU_CHUNK", 5 * vocabulary)  # a row's two nodes are in different chunks
     assert torch.equal(searched_truncation(scaled, top_k, top_p), ours)
 
 
