@@ -457,6 +457,23 @@ def test_no_stop_string_ends_an_answer_before_its_least_length(talking, depth):
         assert tokens == output.token_ids == answers("llama")[TALKER][: LENGTH if end is None else end]
 
 
+@pytest.mark.parametrize("least", [0, 3])
+def test_the_name_of_a_special_token_ends_an_answer_at_that_token(talking, least):
+    """Beside other stops. As a stop token it does not come before the least length."""
+    engine = Engine(talking, tiny_draft(talking), "chain3")
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, logit_bias={1: 100})
+    output, told, _ = with_stop(engine, replace(params, stop=("~~~~", "<s>"), min_tokens=least))
+    assert len(output.token_ids) == least + 1
+    assert output.token_ids[-1] == 1
+    assert output.finish_reason == "stop"
+    assert output.text == told == talking.tokenizer.decode(output.token_ids[:-1])
+    assert with_stop(engine, params)[0].finish_reason == "length"
+    for stops in ({"stop_token_ids": (1,), "stop": "</s>"}, {"stop_token_ids": (9,), "stop": "<s>"}):
+        assert with_stop(engine, replace(params, **stops))[0].token_ids == [1]
+    spelled = SamplingParams(max_tokens=LENGTH, ignore_eos=True, grammar={"regex": "a<s>b"}, stop="<s>")
+    assert with_stop(engine, spelled)[0].text == "a", "ordinary tokens may spell it too"
+
+
 def test_a_requests_own_template_variables():
     """Over those of the target, and for this request alone."""
     tokenizer = tiny_tokenizer()

@@ -7,6 +7,7 @@ together, at a cost that does not grow with the answer, and text that later toke
 Knows tokenizers; nothing of requests, models or tensors.
 """
 
+from functools import cached_property
 from typing import Any
 
 from eagle_train.transformers_private import decodes_as_usual
@@ -38,6 +39,13 @@ class Texts:
         if token not in self._shown:
             self._shown[token] = self.decode([token, token]) != ""
         return self._shown[token]
+
+    @cached_property
+    def unshown(self) -> dict[str, int]:
+        """The tokens that have a name in prompts and no text in answers, by name: special tokens."""
+        names = {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items()}
+        names |= zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True)
+        return {name: token for name, token in names.items() if name and not self.shows(token)}
 
 
 class Detokenizer:

@@ -100,6 +100,7 @@ class Requests:
             self.target.tokenizer is not None or not params.stop_strings,
             f"stop={params.stop}: stop strings need a tokenizer, and {self.target.name} has none",
         )
+        self._check_stop_strings(params)
         for name in ("stop_token_ids", "logit_bias"):
             foreign = [token for token in getattr(params, name) or () if not 0 <= token < vocabulary]
             check(not foreign, f"{name}={shown(foreign[:1])}: the vocabulary has {vocabulary}")
@@ -107,10 +108,25 @@ class Requests:
         possible = params.min_tokens == 0 or len(self.stops_of(params)) < vocabulary
         check(possible, f"min_tokens={params.min_tokens}: must be 0 where every token is a stop token")
 
+    def _check_stop_strings(self, params: SamplingParams) -> None:
+        """Raise UserError for stop strings that hold a special token beside other text, and for `include_stop` with one
+        that is a special token: answers show no text of these."""
+        for text in params.stop_strings:
+            assert self.texts is not None
+            held = max((name for name in self.texts.unshown if name in text), key=len, default=None)
+            if held is None:
+                continue
+            other = f"use stop={shown(held)}, or stop_token_ids=[{self.texts.unshown[held]}]"
+            check(held == text, f"stop={shown(text)}: answers have no text of the special token {held}; {other}")
+            told = f"answers have no text of the special token {held}, which stop names; leave include_stop out"
+            check(not params.include_stop, f"include_stop=True: {told}")
+
     def stops_of(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end an answer with these parameters."""
+        """The tokens that end an answer with these parameters: also those of which a stop string is the name."""
         own = frozenset() if params.ignore_eos else self.stop_ids
         stop_ids = own if params.stop_token_ids is None else frozenset(params.stop_token_ids)
+        unshown = {} if self.texts is None or not params.stop_strings else self.texts.unshown
+        stop_ids |= {unshown[text] for text in params.stop_strings if text in unshown}
         return stop_ids if params.grammar is None else stop_ids | self.stop_ids
 
     def adjustment_of(self, params: SamplingParams) -> Adjustment | None:

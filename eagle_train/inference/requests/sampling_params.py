@@ -48,7 +48,7 @@ class SamplingParams:
 
     temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. `min_p`: only tokens that are at least so many
     times as likely as the most likely one. `seed`: None: a random one. `stop`: strings that end the answer;
-    `include_stop`: its text ends with the one that did.
+    one that is a special token's name ends it at that token too. `include_stop`: its text ends with the one that did.
 
     What changes the target's logits, at temperature 0 too, in this order. `logit_bias`: numbers from -100 to 100 to be
     added, by token id (as a text too, as JSON has it). `repetition_penalty`, 1 is off: positive logits of tokens in

@@ -239,6 +239,18 @@ def test_seeds_go_round():
             "min_tokens=1: must be 0 where every token is a stop token",
         ),
         (
+            {"stop": "x</s>"},
+            "stop='x</s>': answers have no text of the special token </s>; use stop='</s>', or stop_token_ids=\\[2\\]",
+        ),
+        (
+            {"stop": ["a", "<s></s>"]},
+            "stop='<s></s>': answers have no text of the special token </s>; use stop='</s>', .*",
+        ),
+        (
+            {"stop": ["a", "</s>"], "include_stop": True},
+            "include_stop=True: answers have no text of the special token </s>, which stop names; leave .*",
+        ),
+        (
             {"chat_template_kwargs": {"thinking": True}},
             r"chat_template_kwargs=\{'thinking': True\}: prompt \d+ is no list of chat messages, and no template .*",
         ),
