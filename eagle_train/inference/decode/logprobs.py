@@ -50,7 +50,8 @@ class LogprobRows:
         path, tokens = ranks.own(path), ranks.own(tokens)
         chosen = at_least_float32(logits[at[:, None], path[at]])  # [J, P, V]
         chosen = chosen.clamp(max=torch.finfo(chosen.dtype).max).log_softmax(-1)
-        value, index = chosen.topk(self._most, dim=-1)
+        index = _ordered(chosen).topk(self._most, dim=-1).indices
+        value = chosen.gather(-1, index)
         own = chosen.gather(-1, tokens[at][:, :, None])
         # As integers, so that the ranks exchange one tensor: [J, P, 1 + 2 K]
         columns = torch.cat((_as_bits(own), index, _as_bits(value)), -1)
@@ -82,6 +83,14 @@ class LogprobCopy:
             alike = zip(tokens[row], own[row].tolist(), tops, strict=False)  # the path may be longer
             found.append([TokenLogprobs(token, number, list(zip(*top, strict=True))) for token, number, top in alike])
         return found
+
+
+def _ordered(values: torch.Tensor) -> torch.Tensor:
+    """int64 [..., V]: greater where a value is, or among equals the token's id lower. With `topk` of the values, which
+    of the equals come first would depend on how many are asked for, and so on other rows."""
+    bits = (values.float() + 0.0).contiguous().view(torch.int32)  # + 0.0: -0.0 is 0.0
+    as_integers = bits ^ ((bits >> 31) & torch.iinfo(torch.int32).max)
+    return (as_integers.long() << 32) - torch.arange(values.shape[-1], device=values.device)
 
 
 def _as_bits(values: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Relaxed acceptance: drafts that are nearly as likely as the target's own token. LOSSY, for requests that ask for it.
 
-After TensorRT-LLM's option of this name: of the target's `topk` most likely tokens those count as its own whose
-probability is at most `delta` below the most likely one's; never one whose logit is -inf. Knows nothing of models or
-requests.
+After TensorRT-LLM's option of this name: of the target's `topk` most likely tokens, all that are as likely as the last
+of them included, those count as its own whose probability is at most `delta` below the most likely one's; never one
+whose logit is -inf. Knows nothing of models or requests.
 
 Shapes: A rows, R rows that this rank samples, N tree nodes, V vocabulary, K the greatest top-k.
 """
@@ -48,17 +48,19 @@ class Relaxed:
         return Verified(*(torch.where(is_relaxed, ours, theirs) for ours, theirs in zip(own, exact, strict=True)))
 
     def _matches(self, tree: AnyTree, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """bool [R, N]: nodes whose token counts as the target's own after their parent."""
+        """bool [R, N]: nodes whose token counts as the target's own after their parent; -1 is no token."""
         logits = logits.float()
-        best = logits.topk(min(self.most, logits.shape[-1]))  # [R, N, K]
-        probability = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
-        near = probability >= probability[..., :1] - self.delta[:, None, None]
-        near &= best.values > -torch.inf  # else a delta of all of p would accept what a grammar or `min_tokens` forbids
-        near &= torch.arange(near.shape[-1], device=near.device) < self.topk[:, None, None]
-        match = torch.zeros_like(tokens, dtype=torch.bool)
-        for rank in range(near.shape[-1]):
-            same = tokens == tree.at_parents(best.indices[..., rank])
-            match |= same & tree.at_parents(near[..., rank])
+        best = logits.topk(min(self.most, logits.shape[-1])).values  # [R, N, K]
+        # By its value, not its place: among equals the order would depend on K, and so on other rows.
+        place = (self.topk.clamp(1, best.shape[-1]) - 1)[:, None, None].expand(*tokens.shape, 1)
+        least = tree.at_parents(best.gather(-1, place)[..., 0])
+        rows, nodes = (torch.arange(size, device=tokens.device) for size in tokens.shape)
+        own = logits[rows.unsqueeze(1), tree.at_parents(nodes.expand_as(tokens)), tokens]  # [R, N]: of the tokens
+        total = logits.logsumexp(-1)
+        most_likely = tree.at_parents((best[..., 0] - total).exp())
+        near = (own - tree.at_parents(total)).exp() >= most_likely - self.delta.unsqueeze(1)
+        # Without the last a delta of all of p would accept what a grammar or `min_tokens` forbids.
+        match = near & (own >= least) & (own > -torch.inf) & (tokens >= 0)
         ended = (tokens == self.ends.unsqueeze(1)).float()  # no token is -1
         above = tree.ancestors.float() @ ended.unsqueeze(2)  # [R, N, 1]: of the node and its ancestors, those that end
         return match & (above[..., 0] - ended == 0)

@@ -139,3 +139,14 @@ def test_overflowed_logits_have_numbers(dtype):
     ((found,),) = LogprobRows([2]).compute(logits, zero, zero + 1, Ranks()).of([[1]])
     assert found.logprob == 0.0
     assert found.top[0] == (1, 0.0)
+
+
+@pytest.mark.parametrize("other", [None, 0, 40, 96])
+def test_what_a_row_is_told_is_its_own(other):
+    """Among equals the token of the lowest id is first, however many another row asks for."""
+    torch.manual_seed(0)
+    logits = torch.randint(-3, 4, (2, 1, 96)).bfloat16()
+    path, tokens = torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long)
+    ((told,), _) = LogprobRows.of([5, other]).compute(logits, path, tokens, Ranks()).of([[0], [0]])
+    wanted = sorted(range(96), key=lambda token: (-float(logits[0, 0, token]), token))[:5]
+    assert [token for token, _ in told.top] == wanted

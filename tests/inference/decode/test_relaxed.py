@@ -74,6 +74,21 @@ def test_what_is_accepted(topk, delta, by_row):
     assert (found.node != exact.node).any() or topk == 1
 
 
+@pytest.mark.parametrize("other", [None, (1, 1.0, -1), (5, 1.0, -1), (64, 1.0, -1)])
+def test_what_a_row_accepts_is_its_own(other):
+    """Also among equals, of which `topk` alone would keep others with another row's top-k."""
+    torch.manual_seed(0)
+    tree, rows, vocabulary = full(1, 3), 400, 64
+    tokens, logits = torch.randint(vocabulary, (rows, 4)), torch.randint(4, (rows, 4, vocabulary)).float()
+    exact = verify_chosen(tree, tokens, logits.argmax(-1))
+    asked = [(3, 1.0, -1)] * (rows - 1)
+    found = Relaxed.of([*asked, other], torch.device("cpu")).verify(exact, tree, tokens, logits)
+    for row in range(rows - 1):
+        best = logits[row, 0].max()  # of 64 tokens in four classes more than three are the most likely ones
+        near = [node for node in (1, 2, 3) if logits[row, 0, tokens[row, node]] == best]
+        assert int(found.node[row]) == (near[0] if near else 0)
+
+
 def test_no_row_that_asks_is_no_work():
     assert Relaxed.of([None, None], torch.device("cpu")) is None
 
