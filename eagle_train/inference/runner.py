@@ -191,7 +191,7 @@ class Runner:
         """A tree of tokens for each row; the pending token alone if no drafter runs."""
         if inputs.draft_prefix is None:
             assert isinstance(inputs.plan.tree, Tree)
-            return Proposed(inputs.pending.last, None, inputs.plan.tree, [], None, {})
+            return Proposed(inputs.pending.last, None, inputs.plan.tree, [], None, {}, None)
         with self.times.stage("drafting"):
             guidance, round = inputs.guidance, self.draft_round(inputs)
             key = None if self.graphs is None else self.graphs.drafting_key(inputs)
@@ -228,7 +228,7 @@ class Runner:
             if checks and drafter.needs.checks:
                 drafted, wrong = checked_drafts(drafter, drafted, round)
             parts = [Part(drafter, None, round, drafted)]
-        return Proposed(drafted.tokens, drafted.q, tree, parts, wrong, {})
+        return Proposed(drafted.tokens, drafted.q, tree, parts, wrong, {}, wrong)
 
     def propose(self, round: DraftRound) -> Drafted:
         """The only drafter's trees, rank 0's on all ranks, without a wait for the device. To be recorded. Raises
@@ -288,13 +288,13 @@ class Runner:
 
     def verify(self, inputs: RoundInputs, drafted: Proposed, logits: torch.Tensor) -> Verified:
         """As `sample`, by the logits of the tokens that are allowed, without a wait for the device."""
-        own = self.ranks.own
-        tree, tokens = drafted.tree.rows(own), own(drafted.tokens)
+        own, (offered, q) = self.ranks.own, drafted.offered
+        tree, tokens = drafted.tree.rows(own), own(offered)
         if inputs.sampling.all_greedy:
             verified = verify_chosen(tree, tokens, logits.argmax(-1))
         else:
             sampling, seeds, lengths = inputs.sampling.rows(own), own(inputs.seeds), own(inputs.prefix.lengths)
-            drawn = [None if x is None else own(x) for x in (inputs.draws, drafted.q)]
+            drawn = [None if x is None else own(x) for x in (inputs.draws, q)]
             verified = self.verification(tree, tokens, logits, sampling, seeds, lengths, *drawn)
         if inputs.relaxed is not None:
             verified = inputs.relaxed.rows(own).verify(verified, tree, tokens, logits)
@@ -319,13 +319,18 @@ class Runner:
             return self._results(inputs, pending, report, row_depth, at_fault, reasons, logprobs)
 
     def finish(
-        self, inputs: RoundInputs, drafted: Drafted, validated: Validated, masks: NodeMasks | None
+        self,
+        inputs: RoundInputs,
+        drafted: Drafted,
+        validated: Validated,
+        masks: NodeMasks | None,
+        undrafted: torch.Tensor | None,
     ) -> tuple[Pending, torch.Tensor, torch.Tensor | None]:
         """`sample` and `commit` up to where the host takes part: what the drafter may process next of the round's
         tokens, `report_of` them, and how deep each row's tree is, None where all have the plan's.
 
-        `masks`: of the rows' grammars. To be recorded, with the only drafter or none."""
-        proposed = self._proposed(inputs, drafted, checks=False)
+        `masks`: of the rows' grammars. `undrafted`: as of `Proposed`. To be recorded, with the only drafter or none."""
+        proposed = self._proposed(inputs, drafted, checks=False)._replace(undrafted=undrafted)
         verified = self.verify(inputs, proposed, self._restricted(validated.logits, proposed.tree, masks))
         committed = pending = self._kept(inputs, proposed, validated, verified)
         for part in proposed.parts:
@@ -383,7 +388,7 @@ class Runner:
     def _replay_end(self, inputs: RoundInputs, drafted: Proposed, key: EndKey) -> tuple[Pending, RoundResult]:
         assert self.graphs is not None
         with self.times.stage("sampling"):
-            pending, report, row_depth = self.graphs.finish(key, inputs)
+            pending, report, row_depth = self.graphs.finish(key, inputs, drafted.undrafted)
             if inputs.guidance is not None:
                 inputs.guidance.rewind()
         with self.times.stage("bookkeeping"):

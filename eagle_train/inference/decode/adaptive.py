@@ -166,7 +166,7 @@ class Adaptive:
             self._costs.observe(plan, rows, seconds, in_part)
         if self._is_trial and plan is not self.plain:
             self._tried += len(told)
-            self._gained += sum(each.accepted for each in told)
+            self._gained += sum(each.accepted for each in told if each.depth > 0)  # by drafts
         for row, depth, accepted in told:
             if depth > 0 and row.acceptance is not None:
                 row.acceptance.add(depth, accepted)

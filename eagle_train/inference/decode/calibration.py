@@ -101,7 +101,7 @@ def _undrafted(plan: TreePlan, last: torch.Tensor) -> Proposed:
     tree = plan.tree
     tokens = last.repeat(1, tree.num_nodes)
     if isinstance(tree, Tree):
-        return Proposed(tokens, None, tree, [], None, {})
+        return Proposed(tokens, None, tree, [], None, {}, None)
     parents = (torch.arange(tree.num_nodes, device=last.device) - 1).clamp(0, tree.max_depth - 1).expand_as(tokens)
     trees = RowTrees(parents, torch.ones_like(tokens, dtype=torch.bool), tree.max_depth)
-    return Proposed(tokens, None, trees, [], None, {})
+    return Proposed(tokens, None, trees, [], None, {}, None)

@@ -34,7 +34,8 @@ Propose = Callable[[DraftRound], Drafted]
 Validate = Callable[[Prefix, AnyTree, torch.Tensor], Validated]
 Size = tuple[int, int]  # rows and slots of a row
 Finish = Callable[
-    [RoundInputs, Drafted, Validated, NodeMasks | None], tuple[Pending, torch.Tensor, torch.Tensor | None]
+    [RoundInputs, Drafted, Validated, NodeMasks | None, torch.Tensor | None],
+    tuple[Pending, torch.Tensor, torch.Tensor | None],
 ]
 DraftingKey = tuple[Size, TreePlan, str, bool]  # with the drafting mode, and whether it asks a grammar
 ValidationKey = tuple[Size, TreeForm]
@@ -217,12 +218,16 @@ class Graphs:
         hidden, logits, suffix = self.validation(key, _validation_inputs(key, inputs, tokens, tree))
         return Validated(hidden[:active, :nodes], logits[:active, :nodes], suffix)
 
-    def record_end(self, size: Size, inputs: RoundInputs, finish: Finish, is_guided: bool) -> None:
+    def record_end(
+        self, size: Size, inputs: RoundInputs, finish: Finish, is_guided: bool, is_checked: bool = False
+    ) -> None:
         """Record `finish` for rounds of this size and of the inputs' plan and kind, whose drafting and validation are
-        recorded. `inputs`, `is_guided`: as for `record_drafting`."""
+        recorded. `inputs`, `is_guided`: as for `record_drafting`. `is_checked`: the drafter is, so that rows may be
+        without drafts."""
         plan, form, drafts = inputs.plan, _planned(inputs), inputs.draft_prefix is not None
         key: EndKey = (size, plan, Kind.of(inputs)._replace(is_guided=is_guided))
         masks = self._masks(key, self.ends) if is_guided else None
+        may_lack = drafts and is_checked  # drafts, in some rows; drawn ones of such a drafter are not recorded
         validation = self.validation.made[size, form]
         lengths, blocks, tokens, *tables = validation.inputs
         drafted, to_read = Drafted(tokens), list[torch.Tensor]()
@@ -235,9 +240,10 @@ class Graphs:
             temperature: torch.Tensor,  # float32 [rows]
             top_k: torch.Tensor,  # int64 [rows]
             top_p: torch.Tensor,  # float32 [rows]
-            *draws: torch.Tensor,  # float64 [rows, draws], or none
+            *more: torch.Tensor,  # undrafted bool [rows], or draws float64 [rows, draws], or none
         ) -> tuple[Pending, torch.Tensor, torch.Tensor | None]:
             prefix, tree = _prefix(lengths, blocks), form.tree(tables)
+            undrafted, draws = (more[0], ()) if may_lack else (None, more)
             trees = tree if isinstance(tree, RowTrees) else None
             draft_prefix, pending = _to_read(prefix, *to_read[:4]) if drafts else (None, inputs.pending)
             own = replace(
@@ -251,15 +257,19 @@ class Graphs:
                 guidance=None,
             )
             read = drafted._replace(tokens=tokens, trees=trees)  # as validation has them
-            return finish(own, read, Validated(*validation.result), masks)
+            return finish(own, read, Validated(*validation.result), masks, undrafted)
 
-        self.ends.add(key, work, _end_inputs(size, inputs))
+        none = torch.zeros_like(inputs.seeds, dtype=torch.bool) if may_lack else None
+        self.ends.add(key, work, _end_inputs(size, inputs, none))
 
-    def finish(self, key: EndKey, inputs: RoundInputs) -> tuple[Pending, torch.Tensor, torch.Tensor | None]:
-        """What `finish` returns for a round that fits this recording, after its drafting and validation."""
+    def finish(
+        self, key: EndKey, inputs: RoundInputs, undrafted: torch.Tensor | None
+    ) -> tuple[Pending, torch.Tensor, torch.Tensor | None]:
+        """What `finish` returns for a round that fits this recording, after its drafting and validation. `undrafted`:
+        as of `Proposed`."""
         active = len(inputs.prefix.lengths)
         self._use_grammars(key, inputs)
-        pending, report, row_depth = self.ends(key, _end_inputs(key[0], inputs))
+        pending, report, row_depth = self.ends(key, _end_inputs(key[0], inputs, undrafted))
         tensors = (pending.tokens, pending.hidden, pending.counts, pending.lengths)
         # Copied: the drafter may use them rounds later, when the graph has run again.
         kept = Pending(*(x[:active].clone() for x in tensors))
@@ -308,9 +318,10 @@ def _validation_inputs(key: ValidationKey, inputs: RoundInputs, tokens: torch.Te
     return [*_padded_prefix(inputs.prefix, size), Padded(tokens, (rows, form.num_nodes)), *tables]
 
 
-def _end_inputs(size: Size, inputs: RoundInputs) -> list[Padded]:
+def _end_inputs(size: Size, inputs: RoundInputs, undrafted: torch.Tensor | None) -> list[Padded]:
     (rows, _), sampling = size, inputs.sampling
     ones = [Padded(sampling.top_p, (rows,), fill=1)]
     given = [Padded(x, (rows,)) for x in (inputs.seeds, sampling.temperature, sampling.top_k)]
+    lacking = [] if undrafted is None else [Padded(undrafted, (rows,))]
     draws = [] if inputs.draws is None else [Padded(inputs.draws, (rows, inputs.draws.shape[1]))]
-    return [*given, *ones, *draws]
+    return [*given, *ones, *lacking, *draws]

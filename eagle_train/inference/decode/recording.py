@@ -105,7 +105,9 @@ def _jobs(runner: Runner, size: Size, plan: TreePlan) -> list[Callable[[], None]
     if runner.drafters.recordable:
         checked = any(each.needs.checks for each in runner.drafters.by_name.values())
         kinds = [each for each in (greedy, *sampled) if each.draws is None or not checked]  # q is to be checked before
-        jobs += [partial(graphs.record_end, size, each, runner.finish, asked) for each in kinds for asked in guided]
+        jobs += [
+            partial(graphs.record_end, size, each, runner.finish, asked, checked) for each in kinds for asked in guided
+        ]
     return jobs
 
 

@@ -52,10 +52,10 @@ def checked_form(drafter: Drafter, drafted: Any, round: DraftRound) -> Drafted:
 
 
 def checked_drafts(drafter: Drafter, drafted: Any, round: DraftRound) -> tuple[Drafted, torch.Tensor]:
-    """The return value of `drafter.propose`, harmless, and the rows that were wrong, bool [A].
+    """The return value of `drafter.propose`, and the rows that were wrong, bool [A].
 
-    The pending token is set at each root, and validation goes on from nothing that it computed. Raises UserError as
-    `checked_form` does.
+    The pending token is set at each root, and at all nodes of a wrong row, whose `q` may be anything; validation goes
+    on from nothing that it computed. Raises UserError as `checked_form` does.
     """
     drafted = checked_form(drafter, drafted, round)
     last, q, trees = round.pending.last, drafted.q, drafted.trees
@@ -68,10 +68,8 @@ def checked_drafts(drafter: Drafter, drafted: Any, round: DraftRound) -> tuple[D
     if trees is not None:
         trees, no_tree = mended(trees.parents, trees.real, round.plan.tree.max_depth)
         wrong |= no_tree
-    # The pending token again is a draft like any other, and q of zeros accepts none.
-    tokens = torch.where(wrong.unsqueeze(1), last, tokens)
-    q = None if q is None else q.masked_fill(wrong[:, None, None], 0.0)
-    return drafted._replace(tokens=tokens, q=q, trees=trees, computed=None), wrong
+    tokens = torch.where(wrong.unsqueeze(1), last, tokens)  # tokens that the target can read; none is accepted
+    return drafted._replace(tokens=tokens, trees=trees, computed=None), wrong
 
 
 def checked_pending(drafter: Drafter, left: Any, pending: Pending) -> Pending:

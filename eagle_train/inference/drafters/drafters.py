@@ -24,6 +24,8 @@ from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, Dra
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.ops.transfer import to_device
 
+NO_TOKEN = -1
+"""The id of no token."""
 R = TypeVar("R")
 Seats = Sequence[str | None]
 """The name of each row's drafter; None: it has none."""
@@ -47,7 +49,8 @@ class Proposed(NamedTuple):
     """A round's drafts: tokens int64 [A, N], q [A, N, V] or None, and the tree that they fill.
 
     `parts`: of the drafters. `wrong`: bool [A], the rows that get no more drafts; None where nobody is checked.
-    `reasons`: why, as far as the host knows.
+    `reasons`: why, as far as the host knows. `undrafted`: bool [A], the rows whose nodes are no drafts; None where
+    there are none.
     """
 
     tokens: torch.Tensor
@@ -56,6 +59,17 @@ class Proposed(NamedTuple):
     parts: list[Part]
     wrong: torch.Tensor | None
     reasons: dict[int, str]
+    undrafted: torch.Tensor | None
+
+    @property
+    def offered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens and q by which nodes are accepted. Of a row without drafts no node is: its nodes hold its pending
+        token, which the target may well repeat, but plain decoding has one token a round."""
+        if self.undrafted is None:
+            return self.tokens, self.q
+        if self.q is None:
+            return self.tokens.masked_fill(self.undrafted[:, None], NO_TOKEN), None
+        return self.tokens, self.q.masked_fill(self.undrafted[:, None, None], 0.0)
 
 
 class Drafters:
@@ -179,7 +193,8 @@ class Drafters:
                 reasons |= {at[row]: reason for row, reason in part.drafted.faults.items()}
                 wrong += [] if bad is None else [(part.rows, bad)]
         drafts = self._agreed(*self._merged(round, parts, by_row))
-        return Proposed(*drafts, parts, self._wrong(round, wrong, reasons), reasons)
+        bad = self._wrong(round, wrong, reasons)
+        return Proposed(*drafts, parts, bad, reasons, self._undrafted(seats, bad))
 
     def rewind(self, parts: list[Part], outcome: Outcome) -> tuple[Pending, list[int], dict[int, str]]:
         """What each row's drafter reads next: the newest of `outcome.pending`; the pending token of rows without one.
@@ -297,6 +312,13 @@ class Drafters:
         if reasons:
             wrong[_index(list(reasons), wrong.device)] = True
         return wrong
+
+    def _undrafted(self, seats: Seats, wrong: torch.Tensor | None) -> torch.Tensor | None:
+        """bool [A], see `Proposed`: rank 0's, on every rank. `wrong`: there on all ranks, or on none."""
+        if wrong is None:
+            return to_device([name is None for name in seats], self._ranks.device) if None in seats else None
+        undrafted = wrong | to_device([name is None for name in seats], wrong.device)
+        return self._ranks.agreed(undrafted.long()).bool()
 
     def _rewound_rows(self, part: Part, outcome: Outcome, rows: list[int]) -> tuple[list[int], Pending]:
         """These rows, and what the part's drafter returns of them."""

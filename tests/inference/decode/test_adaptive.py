@@ -153,8 +153,9 @@ def test_what_becomes_better_is_found_and_what_becomes_worse_is_left():
     assert share[2] < 0.02
 
 
-def trial_of(hits: int) -> list[int]:
-    """Depths of 200 rounds after drafts were long not accepted. When they are tried again, `hits` of four are."""
+def trial_of(hits: int, beside: int = 0) -> list[int]:
+    """Depths of 200 rounds after drafts were long not accepted. When they are tried again, `hits` of four are.
+    `beside`: what a request brings beside its own token that lost its drafter while the round was on its way."""
     dispatcher, row = Dispatcher("chain1"), Request(0.0)
     plans = [PLAIN, *dispatcher.choices(1)]
     costs = RoundCosts(plans, [1], lambda plan, rows: 1.0 + 0.6 * plan.tree.max_depth)
@@ -168,13 +169,15 @@ def trial_of(hits: int) -> list[int]:
         depth = plan.tree.max_depth
         depths.append(depth)
         drafted = sum(depths)
-        adaptive.observe(plan, [Told(row, depth, int(depth > 0 and drafted % 4 < hits))], 1, 1.0 + 0.6 * depth)
+        told = [Told(row, depth, int(depth > 0 and drafted % 4 < hits))]
+        told += [Told(Request(0.0, None), 0, beside)] if beside else []
+        adaptive.observe(plan, told, 1, 1.0 + 0.6 * depth)
     return depths
 
 
 def test_a_trial_that_goes_well_goes_on():
     """Of 4 rounds; one that is worth its time has more, until drafts are believed to pay."""
-    assert sum(trial_of(0)) == 4
+    assert sum(trial_of(0)) == sum(trial_of(0, beside=2)) == 4
     assert sum(trial_of(3)) > 40
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, OpenTree, SamplingParams
@@ -19,11 +20,12 @@ from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.row_trees import RowTrees
 from eagle_train.inference.drafters.drafter import Drafted, Drafter, DraftRound, Needs, Pending, RowText
 from eagle_train.inference.drafters.text_drafter import TextDrafter, TextTree
+from eagle_train.models.target import Target
 from tests.support.graph_recorder import recorded
 from tests.support.inside import pool_of
 from tests.support.prompt_lookup import PromptLookup, Unread
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
-from tests.support.tiny import random_tokens, repeating_target, shared_target
+from tests.support.tiny import random_tokens, repeating_target, shared_target, tiny_model
 
 
 class Wrong(Drafter):
@@ -314,6 +316,44 @@ def test_a_batch_does_not_notice_the_fault_of_one_row(method):
         assert drafted == len(output.rounds) if index not in having else drafted <= len(output.rounds)
     most = [1, 1] if method == "propose" else [2, 2]
     assert outputs[0].stats.drafted_per_depth in ([], [1, 1], most)  # it is at fault in its first or second round
+
+
+class Once(Drafter):
+    """Drafts the pending token, but in the first round of the shortest prompt what is no draft for it."""
+
+    def __init__(self, how: str):
+        self.how = how
+        self.needs = Needs(waits=how != "recorded")
+
+    def propose(self, round: DraftRound) -> Drafted:
+        tokens = round.pending.last.repeat(1, round.plan.tree.num_nodes)
+        q, faulty = None, round.prefix.lengths == len(PROMPTS[0])
+        if self.how == "faults" and bool(faulty.any()):
+            return Drafted(tokens, faults={faulty.tolist().index(True): "late"})
+        if self.how == "raises" and bool(faulty.any()):
+            raise ValueError("not this one")
+        if self.how == "q":
+            q = F.one_hot(tokens, 96).float().masked_fill(faulty[:, None, None], torch.nan)
+        else:
+            tokens[:, 1:] = tokens[:, 1:].masked_fill(faulty[:, None], -1)
+        return Drafted(tokens, q)
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d2_bf2"])
+@pytest.mark.parametrize("how", ["tokens", "recorded", "raises", "faults", "q"])
+def test_of_a_row_that_is_at_fault_nothing_is_accepted(tree, how):
+    """In that round too, in which its nodes hold its pending token, though that would be right."""
+    target = Target(tiny_model("gemma2", tie_word_embeddings=True), name="repeats itself")
+    params = replace(GREEDY, temperature=0.3 if how == "q" else 0.0)
+    drafting = "multinomial" if how == "q" else "greedy"
+    engine = Engine(target, Once(how), tree, max_batch_size=3, drafting=drafting)
+    if how == "recorded":
+        recorded(engine)
+    with pytest.warns(UserWarning, match="request 0 goes on without drafts"):
+        outputs = engine.generate(PROMPTS[:3], params)
+    plain = Engine(target).generate(PROMPTS[:1], params)[0]
+    assert (outputs[0].token_ids, outputs[0].rounds) == (plain.token_ids, plain.rounds)
+    assert max(outputs[1].rounds) > 1
 
 
 @pytest.mark.parametrize("options", [{}, {"prefill_tokens": 7, "prefix_cache": True, "overlap": True}])

@@ -1,5 +1,8 @@
 """Several drafters in one engine, trees that differ by row, and states of the target's layers."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -18,7 +21,7 @@ from tests.support.graph_recorder import recorded
 from tests.support.inside import inside, runner_of, scheduler_of
 from tests.support.oracle import Oracle
 from tests.support.reference_answers import GREEDY, LENGTH, PROMPTS, answers, cut, token_ids
-from tests.support.tiny import random_tokens, shared_target, tiny_draft
+from tests.support.tiny import random_tokens, shared_target, tiny_draft, tiny_model
 
 FAMILIES = ["llama", "gemma2", "qwen3_moe"]
 
@@ -134,6 +137,30 @@ def test_a_drafter_is_the_same_among_others_that_take_no_part(tree):
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, drafter="skip")
     found, alone = among.generate(PROMPTS, params), Engine(target, LayerSkip(target, 2), tree).generate(PROMPTS, GREEDY)
     assert [(o.token_ids, o.rounds) for o in found] == [(o.token_ids, o.rounds) for o in alone]
+
+
+def repeats_itself() -> Target:
+    """What it writes is a token again and again, as a draft that repeats the pending token says."""
+    return Target(tiny_model("gemma2", tie_word_embeddings=True), name="tied")
+
+
+@pytest.mark.parametrize("tree", ["chain3", "d2_bf2"])
+@pytest.mark.parametrize("drafting", ["greedy", "multinomial"])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.7, seed=5, max_tokens=LENGTH)])
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_row_without_a_drafter_has_one_token_a_round(tree, drafting, params, replays):
+    """As alone without drafts, though its nodes, which hold its pending token, would be right."""
+    target, params = repeats_itself(), replace(params, ignore_eos=True)
+    engine = Engine(target, tiny_draft(target), tree, max_batch_size=3, drafting=drafting)
+    if replays:
+        recorded(engine)
+    outputs = engine.generate(PROMPTS[:3], [params, replace(params, drafter="none"), params])
+    plain = Engine(target).generate(PROMPTS[1:2], params)[0]
+    assert any(one == two for one, two in pairwise(plain.token_ids))
+    assert (outputs[1].token_ids, outputs[1].rounds) == (plain.token_ids, plain.rounds)
+    assert outputs[1].rounds == [1] * (LENGTH - 1)
+    assert outputs[1].stats.drafted_per_depth == []
+    assert outputs[0].stats.drafted_per_depth[0] == len(outputs[0].rounds)
 
 
 def test_in_plain_rounds_drafters_without_caches_are_not_asked():
