@@ -79,8 +79,9 @@ class Engine:
         {largest batch size: tree} or a Dispatcher. Unused without a draft.
         `config`, and `options` that replace its fields by name: see `EngineConfig`.
         `prefill`: the connection to prefill processes (disaggregated prefill). `acceptance`: replaces the verification
-        result of each round, for measurements (`SimulatedAcceptance`); it is recorded in a CUDA graph, so that it must
-        follow from tensors alone, and not have the host wait. Raises UserError.
+        result of each round, given the round's inputs and trees, for measurements (`SimulatedAcceptance`). Of a row
+        without drafts nothing is accepted whatever it says. It is recorded in a CUDA graph, so that it must follow from
+        tensors alone, and not have the host wait. Raises UserError.
         """
         config = replace(config or EngineConfig(), **options)
         parts = build_parts(target, draft, tree, device, config, acceptance)

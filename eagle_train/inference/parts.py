@@ -26,6 +26,7 @@ from eagle_train.inference.decode.dispatcher import Dispatcher, ReplacedPlans
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.decode.recording import record_rounds
 from eagle_train.inference.decode.rounds import RoundInputs
+from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.sampling import Verified
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.drafter import Drafter, TreePlan
@@ -50,7 +51,7 @@ from eagle_train.ops.linear import keep_fp16_copy
 
 AnyTarget = str | Path | TargetConfig | Target
 AnyDraft = str | Path | Draft | Drafter | Mapping[str, str | Path | Draft | Drafter] | None
-Acceptance = Callable[[RoundInputs, Verified], Verified]
+Acceptance = Callable[[RoundInputs, AnyTree, Verified], Verified]
 
 
 @dataclass

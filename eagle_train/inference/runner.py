@@ -68,9 +68,9 @@ class Runner:
         target: Target,
         drafters: Mapping[str, Drafter],
         config: EngineConfig,
-        acceptance: Callable[[RoundInputs, Verified], Verified] | None = None,
+        acceptance: Callable[[RoundInputs, AnyTree, Verified], Verified] | None = None,
     ):
-        """`drafters`: by name. `acceptance`: replaces the verification result of each round. Raises UserError."""
+        """`drafters`: by name. `acceptance`: as of `Engine`. Raises UserError."""
         self.target, self.acceptance, self.config = target, acceptance, config
         width = target.embedding.shape[1]
         needs = [drafter.needs for drafter in drafters.values()]
@@ -299,7 +299,10 @@ class Runner:
         if inputs.relaxed is not None:
             verified = inputs.relaxed.rows(own).verify(verified, tree, tokens, logits)
         verified = Verified(*self.ranks.all(len(drafted.tokens), *verified))
-        return verified if self.acceptance is None else self.acceptance(inputs, verified)
+        if self.acceptance is None:
+            return verified
+        node, token = self.acceptance(inputs, drafted.tree, verified)
+        return Verified(node if drafted.undrafted is None else node.masked_fill(drafted.undrafted, 0), token)
 
     def commit(
         self, inputs: RoundInputs, drafted: Proposed, validated: Validated, verified: Verified

@@ -14,6 +14,7 @@ import torch
 from eagle_train.inference import Engine, SimulatedAcceptance
 from eagle_train.inference import Sequence as Request
 from eagle_train.inference.decode.rounds import RoundInputs
+from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.sampling import Verified
 from evals.bench.answering import rotated
 from evals.bench.requests import TimedRequest
@@ -31,8 +32,8 @@ _GOLDEN = (5**0.5 - 1) / 2  # multiples of it fill the numbers from 0 to 1 evenl
 class OfGoodRequests(SimulatedAcceptance):
     """Simulated acceptance of requests with odd seeds; nothing is accepted of others."""
 
-    def __call__(self, inputs: RoundInputs, verified: Verified) -> Verified:
-        found = super().__call__(inputs, verified)
+    def __call__(self, inputs: RoundInputs, tree: AnyTree, verified: Verified) -> Verified:
+        found = super().__call__(inputs, tree, verified)
         return Verified(found.node * (inputs.seeds % 2), found.next_token)
 
 

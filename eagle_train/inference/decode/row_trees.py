@@ -139,6 +139,11 @@ class RowTrees:
         """int64 [A]: the depth of `node` int64 [A]."""
         return self.depth.gather(1, node.unsqueeze(1))[:, 0]
 
+    def first_at(self, depth: torch.Tensor) -> torch.Tensor:
+        """int64 [A]: the first real node at `depth` int64 [A], or at the row's greatest where none is so deep."""
+        is_there = self.real & (self.depth == depth.minimum(self.row_depth).unsqueeze(1))
+        return is_there.to(torch.uint8).argmax(1)
+
 
 class RowChains(RowTrees):
     """Trees without siblings, of each row's own length. They are validated as chains are: causal like any text, written
@@ -168,6 +173,9 @@ class RowChains(RowTrees):
 
     def depths_of(self, node: torch.Tensor) -> torch.Tensor:
         return node
+
+    def first_at(self, depth: torch.Tensor) -> torch.Tensor:
+        return depth.minimum(self.lengths)
 
 
 def mended(parents: torch.Tensor, real: torch.Tensor, max_depth: int) -> tuple[RowTrees, torch.Tensor]:

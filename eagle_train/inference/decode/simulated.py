@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from eagle_train.errors import check
+from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.sampling import Verified, uniform
-from eagle_train.inference.decode.tree import Tree
-from eagle_train.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from eagle_train.inference.decode.rounds import RoundInputs
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 class SimulatedAcceptance:
     """Accepts the first node at depth d with probability `rates[d - 1]`, over all rounds (not given the depth before).
 
-    The draw depends on a request's seed and position alone; of a row without a drafter nothing is accepted. Raises
-    UserError unless 1 >= rates[0] >= rates[1] ... >= 0.
+    Where trees differ by row, that is over the rounds whose row has a node at that depth. The draw depends on a
+    request's seed and position alone. Raises UserError unless 1 >= rates[0] >= rates[1] ... >= 0.
     """
 
     def __init__(self, rates: Sequence[float]):
@@ -30,12 +29,8 @@ class SimulatedAcceptance:
         check(len(rates) > 0 and falling, f"acceptance={list(rates)}: must be shares from 1 to 0 that never grow")
         self.rates = torch.tensor(rates, dtype=torch.float64)
 
-    def __call__(self, inputs: "RoundInputs", verified: Verified) -> Verified:
-        """`verified` with the accepted node replaced."""
-        assert isinstance(inputs.plan.tree, Tree)
-        tree, self.rates = inputs.plan.tree, self.rates.to(inputs.seeds.device)
+    def __call__(self, inputs: "RoundInputs", tree: AnyTree, verified: Verified) -> Verified:
+        """`verified` with the accepted node replaced by one of the round's trees."""
+        self.rates = self.rates.to(inputs.seeds.device)
         drawn = uniform(inputs.seeds, inputs.prefix.lengths, 1)
-        accepted = (drawn < self.rates[: tree.max_depth]).sum(1)
-        if tree.max_depth > 0 and None in inputs.seats:  # a round that is not recorded
-            accepted *= to_device([name is not None for name in inputs.seats], accepted.device)
-        return Verified(torch.searchsorted(tree.depth, accepted), verified.next_token)
+        return Verified(tree.first_at((drawn < self.rates).sum(1)), verified.next_token)

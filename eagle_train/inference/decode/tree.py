@@ -122,6 +122,10 @@ class Tree(_TreeTables):
         """int64 [B]: the depth of `node` int64 [B]."""
         return self.depth[node]
 
+    def first_at(self, depth: torch.Tensor) -> torch.Tensor:
+        """int64 [B]: the first node at `depth` int64 [B], or at the greatest depth where no node is so deep."""
+        return torch.searchsorted(self.depth, depth.clamp(max=self.max_depth))
+
 
 def _check_parents(parents: Sequence[int]) -> None:
     """Raise UserError, naming the first wrong node, unless `parents` lists a tree level by level."""
