@@ -145,9 +145,8 @@ def repeats_itself() -> Target:
 
 
 @pytest.mark.parametrize("tree", ["chain3", "d2_bf2"])
-@pytest.mark.parametrize("drafting", ["greedy", "multinomial"])
+@pytest.mark.parametrize(("drafting", "replays"), [("greedy", False), ("greedy", True), ("multinomial", False)])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.7, seed=5, max_tokens=LENGTH)])
-@pytest.mark.parametrize("replays", [False, True])
 def test_a_row_without_a_drafter_has_one_token_a_round(tree, drafting, params, replays):
     """As alone without drafts, though its nodes, which hold its pending token, would be right."""
     target, params = repeats_itself(), replace(params, ignore_eos=True)
