@@ -108,11 +108,14 @@ def _truncated_rows(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tens
     last, before, mass = _first_to_reach(keys, (probs * _ONE).long(), wanted)
     tied = keys == last
     rank = cumulative_sum(tied, torch.int32)  # among equals, from 1 on
-    each = (mass // rank[:, -1:].clamp(min=1)).clamp(min=1)
+    count = rank[:, -1:]
+    each = (mass // count.clamp(min=1)).clamp(min=1)
     # So many of the equals have less mass than `wanted` before them. In 32 bits: a CPU compares more of them at a time.
     needed = ((wanted - before - 1) // each + 1).clamp(max=torch.iinfo(torch.int32).max).int()
     kept = (keys < last) | (tied & (rank <= needed))
-    return torch.where(top_p < 1, normalised(probs * kept), probs)
+    # Not by a sum of floats: of a row that is alone several threads sum up parts, in another order.
+    total = (before + needed.minimum(count) * each).double() / _ONE
+    return torch.where(top_p < 1, probs * kept / total.float(), probs)
 
 
 def _as_mass(top_p: torch.Tensor) -> torch.Tensor:
