@@ -11,6 +11,11 @@ from eagle_train.distributed import ALONE, World
 from eagle_train.errors import UserError
 
 
+def beside(out: Path) -> Path:
+    """The lock of what appears at `out` whole, or is a file."""
+    return out.with_name(f".{out.name}.lock")
+
+
 @contextmanager
 def one_writer(out: Path, lock: Path, world: World = ALONE) -> Iterator[None]:
     """The block alone writes to `out`, among all that give the same file `lock`. All ranks enter it, the first locks.

@@ -15,11 +15,14 @@ same command; with retry_left_out=true they are, and rows that are answered then
 Started by torchrun on several processes, these hold the target together (tensor parallel).
 """
 
+from pathlib import Path
+
 from omegaconf import DictConfig
 
 from eagle_train import distributed
 from eagle_train.cli import command
 from eagle_train.hardware import resolve_device
+from eagle_train.one_writer import beside, one_writer
 from eagle_train.regeneration import RegenerateConfig, regenerate
 from eagle_train.settings import build
 
@@ -34,9 +37,12 @@ def job(values: DictConfig) -> int:
     config = build(RegenerateConfig, values, "")
     if config.server.url:
         distributed.check_alone("with server.url, eagle-regenerate")
-        regenerate(config)
+        world = distributed.ALONE
     else:
-        regenerate(config, distributed.start(resolve_device(config.device), shard_size=None))
+        world = distributed.start(resolve_device(config.device), shard_size=None)
+    out = Path(config.out)
+    with one_writer(out, beside(out), world):
+        regenerate(config, world)
     return 0
 
 

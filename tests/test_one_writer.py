@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from eagle_train import cache, train
+from eagle_train import cache, datastore, regenerate, train
 from eagle_train.errors import UserError
 from eagle_train.one_writer import one_writer
 from tests.support.command_line import call
@@ -52,13 +52,21 @@ def test_where_nothing_can_be_written_the_command_says_so(tmp_path):
     assert json.loads((tmp_path / "file").read_text()) == {}
 
 
-@pytest.mark.parametrize(("main", "lock"), [(train.main, "one/.lock"), (cache.main, ".one.lock")])
-def test_a_second_run_in_one_place_is_refused_and_touches_nothing(tmp_path, capsys, main, lock):
-    out = tmp_path / "one"
+@pytest.mark.parametrize(
+    ("main", "out", "lock", "more"),
+    [
+        (train.main, "one", "one/.lock", ["train.steps=1", "device=cpu"]),
+        (cache.main, "one", ".one.lock", ["train.steps=1", "device=cpu"]),
+        (datastore.main, "one", ".one.lock", []),
+        (regenerate.main, "one.jsonl", ".one.jsonl.lock", ["device=cpu"]),
+    ],
+)
+def test_a_second_run_in_one_place_is_refused_and_touches_nothing(tmp_path, capsys, main, out, lock, more):
+    out = tmp_path / out
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
     with one_writer(out, tmp_path / lock):
         before = sorted(tmp_path.rglob("*"))
-        assert call(main, "data=messages", f"data.path={rows}", f"out={out}", "device=cpu", "train.steps=1") == 2
+        assert call(main, "data=messages", f"data.path={rows}", f"out={out}", *more) == 2
         assert sorted(tmp_path.rglob("*")) == before
     assert f"error: out={out}: process " in capsys.readouterr().err

@@ -31,7 +31,7 @@ from eagle_train.models.cached_target import copy_small_files, write_ends
 from eagle_train.models.loading import DTYPES, check_placement, load_target, training_dtype
 from eagle_train.models.state_files import HEADER, INDEX, Header, Shard, index_of, partial_of
 from eagle_train.models.target import Target
-from eagle_train.one_writer import one_writer
+from eagle_train.one_writer import beside, one_writer
 from eagle_train.ops.tensor_files import write_tensors
 from eagle_train.progress import progress
 from eagle_train.results import in_words, write_json
@@ -61,8 +61,7 @@ def build_cache(run: Run, world: World) -> Built:
     is there already, was begun with other settings, and where the disk has not the room.
     """
     out = Path(run.cache.out)
-    lock = out.with_name(f".{out.name}.lock")
-    with nullcontext() if run.cache.plan else one_writer(out, lock, world):
+    with nullcontext() if run.cache.plan else one_writer(out, beside(out), world):
         return _built(run, world, out)
 
 

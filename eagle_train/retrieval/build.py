@@ -17,6 +17,7 @@ from eagle_train.inference.lookup.datastore_format import by_id, digest_of
 from eagle_train.inference.lookup.datastore_writer import DatastoreWriter, made_of_earlier
 from eagle_train.inference.lookup.suffix_array import SORT_BYTES
 from eagle_train.models.loading import load_config
+from eagle_train.one_writer import beside, one_writer
 from eagle_train.progress import progress
 from eagle_train.results import in_words
 from eagle_train.retrieval.documents import Place, documents_from
@@ -47,7 +48,13 @@ def build_datastore(config: DatastoreConfig) -> Built:
     stops are read, no weights. Raises UserError for data that cannot be read or rendered, for an index that is there
     already, and where the disk has not the room.
     """
-    out, data = Path(config.out), config.data
+    out = Path(config.out)
+    with one_writer(out, beside(out)):
+        return _built(config, out)
+
+
+def _built(config: DatastoreConfig, out: Path) -> Built:
+    data = config.data
     check(not out.exists(), f"out={out}: exists; give another directory, or remove it")
     check_found(data)
     earlier = made_of_earlier(out) or {}
