@@ -94,6 +94,11 @@ def skeleton(config: Any, trust_remote_code: bool, place: str) -> PreTrainedMode
         f"{place}: this family ({config.model_type}) keeps a state beside its attention's keys and values, which can "
         "neither be packed nor branched into a tree of drafts; it is not supported",
     )
+    check(
+        getattr(config.get_text_config(), "index_topk", None) is None,
+        f"{place}: this family ({config.model_type}) attends to the keys that an indexer of its own chooses "
+        "(index_topk), which our attention does not know; it is not supported",
+    )
     check_shape(config, place)
     with foreign(f"{place}: no model can be built from its config{rope_types(config)}"), torch.device("meta"):
         return auto.from_config(config, trust_remote_code=trust_remote_code)
