@@ -9,15 +9,24 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.command_line import chats, save_target, write_jsonl
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 
 
-def run(*command: str, **environment: str) -> str:
-    """The output of a program of examples/, started in the repository's root."""
+def ended(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program of examples/, started in the repository's root, at its end."""
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | paths | environment, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=os.environ | paths | environment, capture_output=True, text=True)
+
+
+def run(*command: str, **environment: str) -> str:
+    """Its output."""
+    done = ended(*command, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,15 +65,34 @@ def test_own_drafter():
 
 def test_small_model(tmp_path):
     """What examples/small_model.py makes drafts for its target."""
-    out, chats = tmp_path / "small", tmp_path / "chats.jsonl"
+    out, answers = tmp_path / "small", tmp_path / "chats.jsonl"
     with gzip.open(ROOT / "data/tiny_target/answers.jsonl.gz", "rt", encoding="utf-8") as rows:
-        chats.write_text("".join(islice(rows, 20)), "utf-8")
-    given = ("data/tiny_target", str(out), "--chats", str(chats), "--layers", "0", "11", "--minutes", "0.01")
+        answers.write_text("".join(islice(rows, 20)), "utf-8")
+    given = ("data/tiny_target", str(out), "--chats", str(answers), "--layers", "0", "11", "--minutes", "0.01")
     said = run(sys.executable, "examples/small_model.py", *given)
     assert "2.6 M parameters" in said.splitlines()[-1]
     prompt = ("-m", "eagle_train.generate", "prompt=What is `len`?", "max_tokens=8", "device=cpu", "color=never")
     drafted = run(sys.executable, *prompt, "drafter=draft_model", f"drafter.path={out}", "tree=chain2")
     assert re.sub(r"[\[\]]", "", drafted) == re.sub(r"[\[\]]", "", run(sys.executable, *prompt))
+
+
+@pytest.mark.parametrize("layers", [("0", "12"), ("-1", "3"), ("5", "0"), ("3", "3")])
+def test_small_model_of_layers_that_the_target_has_not(layers, tmp_path):
+    given = ("data/tiny_target", str(tmp_path / "small"), "--chats", "none.jsonl", "--layers", *layers)
+    done = ended(sys.executable, "examples/small_model.py", *given)
+    asked = "in rising order, each once, from 0 to 11, the last layer of data/tiny_target"
+    assert (done.returncode, done.stderr) == (2, f"error: --layers {' '.join(layers)}: must be {asked}\n")
+
+
+def test_small_model_takes_its_layers_from_the_target(tmp_path):
+    """Without --layers: the first, the middle and the last. In no time nothing is learnt: they are the target's."""
+    target, out = save_target(tmp_path / "target", num_hidden_layers=5), tmp_path / "small"
+    texts = str(write_jsonl(tmp_path / "chats.jsonl", chats(4)))
+    run(sys.executable, "examples/small_model.py", str(target), str(out), "--chats", texts, "--minutes", "1e-9")
+    small, whole = (load_file(path / "model.safetensors") for path in (out, target))
+    name = "model.layers.{}.mlp.up_proj.weight"
+    assert {key for key in small if key.endswith("mlp.up_proj.weight")} == {name.format(layer) for layer in range(3)}
+    assert all(torch.equal(small[name.format(i)], whole[name.format(layer)]) for i, layer in enumerate((0, 2, 4)))
 
 
 def test_every_script_is_run_here():

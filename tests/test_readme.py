@@ -207,6 +207,11 @@ def test_each_published_result_is_named_on_a_page():
     assert [path.name for path in ROOT.glob("evals/results/*.json") if path.name not in named] == []
 
 
+def test_readme_names_each_example():
+    named = text_of("README.md").partition("\n## Examples\n")[2].partition("\n## ")[0]
+    assert [path.name for path in ROOT.glob("examples/*.*") if f"`{path.name}`" not in named] == []
+
+
 def test_the_picture_shows_the_published_figures(tmp_path, monkeypatch):
     """`python docs/figure.py` draws it; another release of matplotlib may place its texts elsewhere."""
     monkeypatch.setattr(figure, "PICTURE", tmp_path / "speedup.svg")
