@@ -1,6 +1,7 @@
 """evals.switches: rows and verdicts, which switches a device has, and the whole command."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from eagle_train.artifacts.format import save_draft
 from eagle_train.errors import UserError, check
 from eagle_train.inference.options import DraftOptions
 from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.settings import CONF_DIR
+from eagle_train.usage import usage
 from evals import switches
 from evals.bench import session as session_module
 from evals.bench.switching import compared
@@ -166,3 +169,8 @@ def test_switches_that_show_at_no_batch_size(home, names, capsys):
     assert call(switches.main, *arguments(home, f"switches={names}", "batch_sizes=[1]")) == 2
     wanted = f"error: switches={names}: must name some that show at batch_sizes=[1], or be null"
     assert capsys.readouterr().err.startswith(wanted)
+
+
+def test_help_names_each_switch():
+    said = usage(CONF_DIR, "switches", {})
+    assert [name for name in SWITCHES if not re.search(rf"\b{name}\b", said)] == []

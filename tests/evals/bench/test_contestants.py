@@ -1,14 +1,18 @@
 """The drafters of a comparison: what each name and its options stand for."""
 
+import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from eagle_train.errors import UserError
 from eagle_train.inference.drafters import EAGLE
 from eagle_train.settings import CONF_DIR
+from eagle_train.usage import usage
 from evals.bench.contestants import contestants
 from tests.support.eval_inputs import make_home
+from tests.support.pages import text_of
 
 OWN = str(CONF_DIR.parent / "examples" / "own_drafter.yaml")
 NGRAM = "eagle_train.inference.drafters.ngram.make_ngram"
@@ -91,3 +95,14 @@ def test_files_of_one_name_are_called_by_their_paths(tmp_path):
 def test_what_is_no_drafter_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         contestants(given, "chain3")
+
+
+@pytest.mark.parametrize("option", sorted({path.stem for path in CONF_DIR.glob("drafter/*.yaml")} - {"file", "mine"}))
+def test_help_and_guide_name_each_drafter_and_what_it_needs(option):
+    described = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "drafter" / f"{option}.yaml"))
+    needed = ["draft"] if described["_target_"] == EAGLE else [key for key in described if described[key] == "???"]
+    told = {f"# {option}: ": usage(CONF_DIR, "compare", {}), f"| `{option}` | ": text_of("docs/evaluation.md")}
+    for start, text in told.items():
+        [line] = [line for line in map(str.strip, text.splitlines()) if line.startswith(start)]
+        said = line.split("|")[3] if line.startswith("|") else line.partition("; needs ")[2]
+        assert re.findall(r"`(\w+)`", said) == needed

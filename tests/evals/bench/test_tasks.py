@@ -1,8 +1,13 @@
 """The tasks of a comparison: formats by their rows, licences, names."""
 
+import re
+
 import pytest
 
 from eagle_train.errors import UserError
+from eagle_train.settings import CONF_DIR
+from eagle_train.usage import usage
+from evals.bench.suites import suite_names
 from evals.bench.tasks import MT_BENCH, NOT_STATED, SPEC_BENCH, read_tasks
 from tests.support.eval_inputs import write_rows
 
@@ -116,3 +121,8 @@ def test_suites_in_a_list_are_named_too(tmp_path):
 def test_what_is_no_task_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         read_tasks(given)
+
+
+def test_help_names_each_suite():
+    said = usage(CONF_DIR, "compare", {})
+    assert [name for name in suite_names() if not re.search(rf"\bsuites?:.*\b{name}\b", said)] == []
