@@ -69,6 +69,17 @@ def test_a_default_is_shown_as_one_types_it():
     assert (shown["resume"], shown["minutes"], shown["zero"], shown["norms"]) == ("true", "null", "{}", "eagle1")
 
 
+NAMES_SPEAK = {"draft": {"num_heads", "num_kv_heads", "head_dim", "num_layers", "rms_norm_eps", "rope_parameters"}}
+NAMES_SPEAK["draft"] |= {"max_position_embeddings"}
+NAMES_SPEAK["optim"] = {"lr", "weight_decay", "warmup_steps", "tokens_per_step"}
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_help_says_what_each_setting_is(base):
+    left_out = NAMES_SPEAK.get(base[0], set())
+    assert [each.name for each in fields.fields_of(*base) if not each.comment and each.name not in left_out] == []
+
+
 def test_a_comment_stands_behind_its_field(tmp_path):
     source = (
         'class A:\n    a: str = "#"  # one # two\n    b: int\n\nclass B(A):\n    b: int = 2  # three\n    c: int = 3'

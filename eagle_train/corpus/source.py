@@ -111,7 +111,7 @@ class DataConfig(SourceConfig):
     row_tokens: int = 2048  # length of a packed row
     long_documents: str = "split"  # split | drop: documents longer than a row; both are counted
     malformed: str = "refuse"  # refuse | skip: what a malformed row does to the run; skipped rows are counted
-    shuffle_window: int = 4096  # documents shuffled among themselves; 0 keeps the data's order
+    shuffle_window: int = 4096  # rows of the data shuffled among themselves; 0 keeps the data's order
     seed: int = 0  # of the order of rows
     workers: int = 0  # processes of each rank that tokenise; 0: its own does
     prefetch: int = 2  # optimiser steps drawn ahead

@@ -57,7 +57,7 @@ class EagleConfig(DraftConfig):
     mlp_bias: bool = False  # on the three matrices of a dense feed-forward
     embedding_scale: float = 1.0  # of embeddings, a power of two; null: what makes them as large as hidden states
     irope: bool = False  # chunks of attention_chunk positions; every fourth layer and the last: all, without RoPE
-    attention_chunk: int = 8192
+    attention_chunk: int = 8192  # positions of a chunk, with irope
 
     def __post_init__(self) -> None:
         super().__post_init__()

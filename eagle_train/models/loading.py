@@ -56,9 +56,9 @@ class TargetConfig:
     that is full, on the disk; Accelerate fetches each when its turn comes.
     """
 
-    path: str
+    path: str  # a directory, or a hub id (USER/NAME)
     dtype: str = "auto"  # auto | float32 | bfloat16. auto: bf16 where the hardware has it, but fp32 to decode on a CPU
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # true: run the Python code that comes with the target
     chat_template: str | None = None  # a file with the chat template that is served, if not the tokenizer's own
     template_kwargs: dict[str, Any] | None = None  # the template's variables, for prompts
     cached: bool = False  # true: path is what eagle-cache wrote, hidden states in the place of layers; for eagle-train

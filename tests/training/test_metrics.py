@@ -5,6 +5,7 @@ out.
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -246,6 +247,11 @@ def test_a_key_in_netrc_counts(tmp_path, monkeypatch, content, expected):
     if content is not None:
         path.write_text(content)
     assert metrics._in_netrc("https://wandb.mine") is expected
+
+
+def test_help_names_the_modes_of_wandb():
+    [said] = re.findall(r"^mode: null # (.*)$", (CONF_DIR / "tracking/wandb.yaml").read_text(), re.MULTILINE)
+    assert [mode for mode in metrics._WANDB_MODES if mode not in said] == []
 
 
 def test_steps_that_wandb_has_are_not_sent_again(tmp_path, no_key):
