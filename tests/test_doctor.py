@@ -31,13 +31,13 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "healthy: nothing was found"
     assert "tokens per call (TPC; 99 % interval" in told[1]
-    assert told[2].startswith("1 + drafts accepted behind every token: ")
+    assert told[2].startswith("1 + drafts accepted after every token: ")
     assert len(told) <= 25
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert (found["healthy"], found["problems"]) == (True, [])
     assert told[1].startswith(f"{found['tpc']:.2f} ")
     assert found["tpc_interval"][0] <= found["tpc"] <= found["tpc_interval"][1]
-    assert {"behind_every_token", "config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
+    assert {"after_every_token", "config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
     assert "${" not in json.dumps(found["config"])  # what names another key is its value
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Healthy")
 

@@ -89,7 +89,7 @@ _ORDER = {name: place for place, name in enumerate(CAUSES)}
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem: its `cause`, one of `CAUSES`, what was `measured`, a sentence, and the drafts accepted behind
+    """A problem: its `cause`, one of `CAUSES`, what was `measured`, a sentence, and the drafts accepted after
     every token that it costs, where that was measured."""
 
     cause: str

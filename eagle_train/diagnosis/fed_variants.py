@@ -84,7 +84,7 @@ def _layers(target: Target, draft: Draft) -> Iterator[Variant]:
 
         return change
 
-    for by, where in ((-1, "before"), (1, "behind")):
+    for by, where in ((-1, "before"), (1, "after")):
         if own and all(0 <= each + by < count for each in own):
             yield Variant("layer", f"the states one layer {where}", draft, moved(by))
     final = getattr(decoder_of(target.model), "norm", None)

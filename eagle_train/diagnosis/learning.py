@@ -43,7 +43,7 @@ def off_policy(target: Target, draft: Draft, own: Measured, given: Sequence[Part
     """Whether the draft agrees with the target more often on the file's answers than on the target's own, also where
     the target is as sure of its choice."""
     if not given:
-        reason = "the data have no answers behind these prompts; give conversations with the training data's answers"
+        reason = "the data have no answers after these prompts; give conversations with the training data's answers"
         return Learnt([], [NotChecked("off-policy data", reason)], {})
     on_file = measured(target, draft, given, depth)
     gap = between(on_file.first, on_file.owner, own.first, own.owner, seed)

@@ -73,20 +73,20 @@ def report(found: Diagnosis, draft: str) -> str:
 def _worth(found: Diagnosis) -> Iterator[str]:
     """What the draft is worth."""
     figures = found.figures
-    if "behind_every_token" not in figures:
+    if "after_every_token" not in figures:
         return
     if figures["tpc"] is not None:
         low, high = figures["tpc_interval"]
         said = f"{figures['tpc']:.2f} tokens per call (TPC; 99 % interval {low:.2f} to {high:.2f})"
         yield f"{said} over {figures['prompts']} answers."
-    low, high = figures["behind_every_token_interval"]
+    low, high = figures["after_every_token_interval"]
     depths = ", ".join(f"{each:.2f}" for each in figures["acceptance_per_depth"])
     yield (
-        f"1 + drafts accepted behind every token: {figures['behind_every_token']:.2f} (99 % interval {low:.2f} to "
+        f"1 + drafts accepted after every token: {figures['after_every_token']:.2f} (99 % interval {low:.2f} to "
         f"{high:.2f}) over {figures['tokens']} tokens; acceptance by depth {depths}."
     )
-    if "behind_every_token_as_trained" in figures:
-        yield f"As trained it has {figures['behind_every_token_as_trained']:.2f} behind every token."
+    if "after_every_token_as_trained" in figures:
+        yield f"As trained it has {figures['after_every_token_as_trained']:.2f} after every token."
     same = figures["rounds"] - figures["rounds_that_differ"]
     yield f"Engine and training graph agree in {same} of {figures['rounds']} rounds."
     first = figures["acceptance_per_depth"][0]
@@ -95,7 +95,7 @@ def _worth(found: Diagnosis) -> Iterator[str]:
 
 
 def _cost(finding: Finding) -> str:
-    return "" if finding.costs is None else f" It costs {finding.costs:.2f} accepted drafts behind every token."
+    return "" if finding.costs is None else f" It costs {finding.costs:.2f} accepted drafts after every token."
 
 
 def _changes(rows: list[dict[str, Any]]) -> str:

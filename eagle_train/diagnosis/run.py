@@ -137,8 +137,8 @@ class Examination:
             "tokens": len(self.base.taken),
             "tpc": None if served is None else served.mean,
             "tpc_interval": None if served is None else [served.low, served.high],
-            "behind_every_token": 1 + taken.mean,
-            "behind_every_token_interval": [1 + taken.low, 1 + taken.high],
+            "after_every_token": 1 + taken.mean,
+            "after_every_token_interval": [1 + taken.low, 1 + taken.high],
             "acceptance_per_depth": self.base.per_depth(self.depth),
         }
 
@@ -152,7 +152,7 @@ class Examination:
         lost = max(0.0, best.tokens - self.base.tokens)
         parted = compared(self.target, self.trained, self.served, self.own[0])
         found.findings += [replace(each, costs=lost) for each in parted]
-        found.figures["behind_every_token_as_trained"] = 1 + best.tokens
+        found.figures["after_every_token_as_trained"] = 1 + best.tokens
 
     def as_served(self, found: Diagnosis) -> None:
         """Our engine against the training graph."""
@@ -164,7 +164,7 @@ class Examination:
         first = wrong[0]
         said = (
             f"In {len(wrong)} of {len(every)} rounds the engine has other drafts accepted than the training graph: in "
-            f"prompt {first.number + 1}, behind token {first.position}, {first.served} in place of {first.trained}."
+            f"prompt {first.number + 1}, after token {first.position}, {first.served} in place of {first.trained}."
         )
         text = next(text for part in self.own for text in part.texts if text.number == first.number)
         (part,) = read_by_target(self.target, [text], self.layers)

@@ -138,7 +138,7 @@ def _of_chain(target: Target, draft: Draft, text: Text, said: str) -> Finding:
         index += aligned.count
         position = int(chained.stages[_POSITION][0])
         if position != index:
-            told = f"the second token of the chain behind token {index - 1} is given position {position}, not {index}"
+            told = f"the second token of the chain after token {index - 1} is given position {position}, not {index}"
             return Finding("positions", f"{equal}. First divergence: {told}.")
     return Finding("engine", f"{equal}; chains differ from depth 2 on.")
 

@@ -40,7 +40,7 @@ class Eagle3Config(StepsConfig):
     them: layer i here is the output of the i-th layer, counted from 1.
 
     `norm_before_fc`: one norm over what is fused; `fc_norm`: one for each layer's part of it. `norm_before_residual`:
-    the residual of layer 0 begins behind the norm of the hidden state. `norm_output`: chains are fed what the LM head
+    the residual of layer 0 begins after the norm of the hidden state. `norm_output`: chains are fed what the LM head
     reads.
     """
 
@@ -50,10 +50,10 @@ class Eagle3Config(StepsConfig):
     fed_hidden: ClassVar[bool] = False
 
     target_vocab_size: int = 0
-    layers: list[int] | None = None  # states to fuse, behind so many of the target's layers; null: 2, half, all but 3
+    layers: list[int] | None = None  # states to fuse, after so many of the target's layers; null: 2, half, all but 3
     fc_norm: bool = False  # a norm for each fused layer's states
     norm_before_fc: bool = False  # one norm over all of them
-    norm_before_residual: bool = False  # the residual of layer 0 begins behind its norm
+    norm_before_residual: bool = False  # the residual of layer 0 begins after its norm
     norm_output: bool = False  # chains are fed what the LM head reads, after the final norm
 
     def __post_init__(self) -> None:
@@ -105,12 +105,12 @@ class Eagle3Config(StepsConfig):
         return 2  # in pass 1 alone, and what it reads needs no gradient
 
     def conventions(self) -> dict[str, str]:
-        before = "; the residual begins behind its norm" if self.norm_before_residual else ""
+        before = "; the residual begins after its norm" if self.norm_before_residual else ""
         fed = "after" if self.norm_output else "before"
         return {
             "input": "layer 0: concatenate(norm of the embedding of token t_j, norm of the hidden state at j-1): "
             f"embedding first{before}",
-            "hidden": f"fc of the target's states behind {self.layers} of its layers, side by side; in a chain, the "
+            "hidden": f"fc of the target's states after {self.layers} of its layers, side by side; in a chain, the "
             f"draft's own output {fed} its final norm",
             "norms": "every layer has an input norm; a final norm stands before the LM head",
             "lm_head_and_embedding": "an LM head of its own; the target's embedding"

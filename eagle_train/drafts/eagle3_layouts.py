@@ -157,7 +157,7 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
     def own_reasons(self, draft: "Eagle3Config", quant: Quant) -> dict[str, bool]:
         whole = quant.scheme != "none" and quant.scope == "all_linear"
         return {
-            "begins layer 0's residual before its norm, and this draft's begins behind it "
+            "begins layer 0's residual before its norm, and this draft's begins after it "
             "(draft.norm_before_residual)": draft.norm_before_residual,
             "leaves fc out where one layer alone is fused (draft.layers)": len(draft.target_layers) == 1,
             "knows no window of the token's own position alone (draft.window=1)": draft.window == 1,

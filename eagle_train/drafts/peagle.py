@@ -79,8 +79,8 @@ class PeagleConfig(Eagle3Config):
     def conventions(self) -> dict[str, str]:
         return {
             **super().conventions(),
-            "hidden": f"fc of the target's states behind {self.layers} of its layers, side by side",
-            "mask_slots": f"behind the pending token's slot, at the positions that follow: the embedding of token "
+            "hidden": f"fc of the target's states after {self.layers} of its layers, side by side",
+            "mask_slots": f"after the pending token's slot, at the positions that follow: the embedding of token "
             f"{self.mask_token} beside fc of mask_hidden; slot d, from 1 on, proposes t_(j+1+d)",
         }
 

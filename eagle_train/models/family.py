@@ -180,6 +180,6 @@ def _check_causal(model: PreTrainedModel, tokens: torch.Tensor, place: str) -> N
         own, changed = (model(input_ids=each, use_cache=False).logits[:, :-1] for each in (tokens, other))
     check(
         torch.allclose(own, changed, rtol=1e-4, atol=1e-5),
-        f"{place}: this family ({family}) reads what stands behind a token too, as an encoder does; a target is a "
+        f"{place}: this family ({family}) reads what stands after a token too, as an encoder does; a target is a "
         "causal language model, as Llama is",
     )

@@ -33,7 +33,7 @@ def test_a_healthy_draft_raises_no_alarm(name):
     assert causes(found) == []
     assert found.is_healthy
     assert found.figures["rounds_that_differ"] == 0
-    assert found.figures["behind_every_token"] > 2.5
+    assert found.figures["after_every_token"] > 2.5
 
 
 @pytest.mark.parametrize(("name", "layout"), [("eagle", "vllm"), ("eagle", "trtllm"), ("eagle3", "speculators")])
@@ -41,7 +41,7 @@ def test_a_healthy_export_raises_no_alarm(tmp_path, name, layout):
     found = examined(exported(tmp_path / "out", name, layout), trained=str(PLACE / name))
     assert causes(found) == []
     figures = found.figures
-    assert figures["behind_every_token_as_trained"] == pytest.approx(figures["behind_every_token"], abs=0.05)
+    assert figures["after_every_token_as_trained"] == pytest.approx(figures["after_every_token"], abs=0.05)
 
 
 def test_an_export_whose_vocabulary_lies_beside_it_raises_no_alarm(tmp_path):
@@ -290,7 +290,7 @@ def test_the_first_divergence_is_named(tmp_path, planted):
     assert "First divergence at " in found.findings[0].measured
     assert said in found.findings[0].measured
     assert found.findings[0].costs == pytest.approx(
-        found.figures["behind_every_token_as_trained"] - found.figures["behind_every_token"]
+        found.figures["after_every_token_as_trained"] - found.figures["after_every_token"]
     )
 
 

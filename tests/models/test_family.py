@@ -191,7 +191,7 @@ NARROW = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n
 @pytest.mark.parametrize(
     ("config", "values", "said"),
     [
-        ("BertConfig", {}, "reads what stands behind a token too, as an encoder does"),
+        ("BertConfig", {}, "reads what stands after a token too, as an encoder does"),
         ("GPT2Config", {}, None),
         ("OpenAIGPTConfig", {}, "attention"),
         (
