@@ -92,6 +92,10 @@ def test_a_problem_ends_with_status_1_and_says_what_to_do(tmp_path, capsys):
             ["draft={place}/eagle", "data=text", "data.path={place}/questions.jsonl"],
             "data.format=text: it has no prompts",
         ),
+        (
+            ["draft={place}/eagle", "data.path=null", "data.mix={{a: {{path: b.jsonl}}}}"],
+            "data.mix: one data set is read at a time; give data.path",
+        ),
         (["draft={place}/eagle", "target.cached=true"], "target=cached: has no layers to answer with"),
         (["draft={place}/eagle", "max_tokens=250"], "fewer than two rows hold a prompt of less than 6 tokens"),
         (["draft={place}/eagle", "trained=nowhere"], "trained=nowhere: no such directory"),
