@@ -176,9 +176,14 @@ def figures() -> Iterator[tuple[str, str]]:
     yield "export", f"drafting takes {fp8['relative_draft_latency']:.2f} times as long on two cores"
     yield "experiments", f"INT4 {100 * int4['tpc_change']:+.1f} %, {int4['tpc']:.2f} and {none['tpc']:.2f}"
     yield "experiments", f"FP8 {100 * fp8['tpc_change']:+.1f} % (`evals/results/quantisation.json`"
-    kinds = result("draft_kinds_gpu_equal_tokens")["parts"][0]["variants"].items()
-    tpc = {name: f"{one['tpc']['chain3']['tpc']:.2f}" for name, one in kinds}
-    yield "experiments", f"EAGLE has {tpc['eagle']} with a chain of three, MTP {tpc['mtp']}, EAGLE-3 {tpc['eagle3']}"
+    one, three = (result(name) for name in ("latency_one_layer", "latency"))
+    asked = f"over {one['config']['repeats']} prompts where three layers have {three['tpc']:.2f}"
+    yield "evaluation", f"has a TPC of {one['tpc']:.2f} {asked}"
+    kinds = result("draft_kinds_gpu_equal_tokens")["parts"][0]["variants"]
+    tpc = {name: f"{one['tpc']['chain3']['tpc']:.2f}" for name, one in kinds.items()}
+    seeds = {1: "one seed", 3: "three seeds"}[len(kinds["mtp"]["seeds"])]
+    said = f"EAGLE has {tpc['eagle']} with a chain of three, MTP {tpc['mtp']}, EAGLE-3 {tpc['eagle3']}"
+    yield "experiments", f"and with {seeds}, {said}"
 
 
 @pytest.mark.parametrize(("page", "said"), list(figures()))
