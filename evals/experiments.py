@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from eagle_train.artifacts.format import check_sizes, read_artifact
@@ -36,7 +37,7 @@ from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.questions import Question, read_questions
 from evals.bench.report import warnings, write_report
 from evals.bench.requests import check_fit
-from evals.bench.study import StudyConfig
+from evals.bench.study import StudyConfig, check_name
 from evals.bench.study_plan import check_drafts, planned
 from evals.bench.study_plot import plot
 from evals.bench.study_report import markdown, part_tables, speed_table
@@ -60,6 +61,7 @@ Found = dict[str, Any]
 @evaluation_alone("experiments")
 def main(values: DictConfig) -> None:
     config = build(StudyConfig, values, "")
+    check_name(config.study.name, HydraConfig.get().runtime.choices["study"])
     # Raises for mistakes.
     composed = {name: compose("train", as_overrides("train", config.overrides(name))) for name in config.chosen}
     questions = read_questions(config.questions, config.limit)

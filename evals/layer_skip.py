@@ -13,11 +13,10 @@ import torch
 from omegaconf import DictConfig
 
 from eagle_train.errors import check
-from eagle_train.inference import SamplingParams
 from eagle_train.results import json_text, redact
 from eagle_train.settings import build
 from evals.bench.answering import Run, batches_of
-from evals.bench.config import BenchConfig, check_decodes, check_least
+from evals.bench.config import SampledConfig, check_decodes, check_least
 from evals.bench.evaluation import evaluation_alone, origin
 from evals.bench.layer_search import Judge, search
 from evals.bench.report import loops
@@ -27,7 +26,7 @@ from evals.bench.statistics import NO_DECODING, looping, token_ids
 
 
 @dataclass(kw_only=True)
-class Config(BenchConfig):
+class Config(SampledConfig):
     """conf/commands/layer_skip.yaml, which says what each key is. Raises UserError for values that cannot be."""
 
     limit: int | None
@@ -38,7 +37,6 @@ class Config(BenchConfig):
         super().__post_init__()
         check_least(self, 1, "batch_size", "depth")
         check_decodes(self.max_tokens)
-        self.params = SamplingParams(max_tokens=self.max_tokens, seed=self.seed)
 
 
 @evaluation_alone("layer_skip")

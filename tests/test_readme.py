@@ -19,6 +19,7 @@ from docs import figure
 from eagle_train.cli import OPEN, as_typed, compose, named_path
 from eagle_train.fields import bases, defaults_of
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.requests.sampling_keys import KEYS
 from eagle_train.settings import CONF_DIR
 from tests.support.pages import PAGES, ROOT, codes, text_of
 
@@ -205,6 +206,15 @@ def test_commands_without_the_group_drafter_are_named():
     without = [name for name, text in texts.items() if "- /engine:" in text and "- /drafter:" not in text]
     assert len(without) > 4
     assert all(f"`evals.{name}`" in said for name in without)
+
+
+def test_the_evaluations_that_take_the_keys_of_sampling_are_named():
+    said = text_of("docs/evaluation.md").partition("These evaluations take them:")[2].partition("Reports name")[0]
+    named = {name for name in CONFIGS if re.search(rf"`evals\.{name}`", said)}
+    taken = [name for name in CONFIGS if set(KEYS) & compose(name, []).keys()]
+    assert named == {name for name in taken if (ROOT / "evals" / f"{name}.py").exists()}
+    assert all(set(KEYS) <= compose(name, []).keys() for name in taken)
+    assert all(f"`{key}`" in text_of("docs/evaluation.md") for key in KEYS)
 
 
 def test_each_published_result_is_named_on_a_page():

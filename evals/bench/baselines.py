@@ -100,10 +100,10 @@ class Transformers:
         )
 
 
-def check_has(params: SamplingParams) -> None:
+def check_has(params: SamplingParams, remedy: str = "leave it out") -> None:
     """Raise UserError for keys of sampling that transformers' `generate` has not, or applies to padding too."""
     for name, value in changed(vars(params), "temperature", "top_p", "top_k", "min_p").items():
-        raise UserError(f"{name}={value}: leave it out, transformers.generate does not do the same, to compare with")
+        raise UserError(f"{name}={value}: transformers.generate, which is compared, does not do the same; {remedy}")
 
 
 class TokenClock(BaseStreamer):

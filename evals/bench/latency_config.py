@@ -36,7 +36,7 @@ class Config(SweepConfig):
         unknown = self.questions is None and self.context_lengths is None
         check(not unknown, "context_lengths is needed: random tokens have no length of their own; give [512], say")
         if self.transformers:
-            check_has(self.params)
+            check_has(self.params, "leave it out, or give transformers=false")
         self.params = replace(self.params, ignore_eos=self.ignore_eos)
 
     def check_models(self) -> None:

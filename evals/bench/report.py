@@ -26,6 +26,7 @@ TERMS = (
 
 
 BY_DEPTH = "accepted to depth 1, 2, ..., of rounds that draft so deep"
+_TRUNCATION = ("top_p", "top_k", "min_p")  # change nothing at temperature 0
 LOOPING = 0.1  # of the answers; beyond it there is a warning
 
 
@@ -163,8 +164,7 @@ def options(drafter: Found) -> str:
 
 def sampling(config: Found) -> str:
     """Temperature, top-p, top-k, other keys of sampling that were given, and the kind of drafts, for a report."""
-    truncation = ("top_p", "top_k", "min_p")  # changes nothing at temperature 0
-    others = changed(config, "temperature", *truncation)
+    others = changed(config, "temperature", *_TRUNCATION)
     said = [f"{name.replace('_', ' ')} {value}" for name, value in others.items()]
     if config["temperature"] == 0:
         return ", ".join(["temperature 0", *said, *([lossy(config)] if config.get("relaxed_topk") else [])])
@@ -174,6 +174,11 @@ def sampling(config: Found) -> str:
     parts += said
     drafting = config.get("engine", {}).get("drafting", "greedy")
     return ", ".join(parts if drafting == "greedy" else [*parts, f"{drafting.replace('_', ' ')} drafts"])
+
+
+def sampled(config: Found) -> dict[str, Any]:
+    """The keys of sampling beside the temperature that are not at their defaults, and change something at it."""
+    return changed(config, "temperature", *([] if config["temperature"] > 0 else _TRUNCATION))
 
 
 def lossy(config: Found) -> str:

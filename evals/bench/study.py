@@ -11,10 +11,11 @@ from typing import Any
 from eagle_train.artifacts.format import read_artifact
 from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, SamplingParams
-from eagle_train.settings import build
+from eagle_train.inference.requests.sampling_keys import KEYS, SamplingKeys
+from eagle_train.settings import CONF_DIR, build
 from evals.bench.config import check_decodes, check_least, check_sizes
 from evals.bench.questions import Question
-from evals.bench.study_decoding import Decoding
+from evals.bench.study_decoding import Decoding, decoding_of
 
 EQUALS = ("time", "tokens")
 GIVEN = "draft"  # what is equal where no draft is trained
@@ -49,9 +50,8 @@ class Study:
         check(len(self.variants) > 0, "study.variants={}: give at least one")
         known = ", ".join(self.variants)
         check(self.reference in self.variants, f"study.reference={self.reference}: is none of {known}")
-        for name, values in self.decoding.items():
+        for name in self.decoding:
             check(name in self.variants, f"study.decoding.{name}: is none of the variants {known}")
-            self.decoding[name] = build(Decoding, values, f"study.decoding.{name}")
         check_sizes("study.steps", self.steps)
         right = bool(self.equal) and all(each in EQUALS for each in self.equal)
         check(right, f"study.equal={self.equal}: must be a list of {' and '.join(EQUALS)}")
@@ -67,13 +67,13 @@ class GivenDraft:
     path: str | None
 
 
-@dataclass
-class StudyConfig:
+@dataclass(kw_only=True)
+class StudyConfig(SamplingKeys):
     """conf/commands/experiments.yaml, which says what each key is. Raises UserError for values that cannot be.
 
     `chosen`: the variants that take part, the reference among them, since all are compared with it. With `draft`
-    nothing is trained: the study has one length, which is the draft's, and no seeds. `target`, `asked`: see
-    `follow_from`.
+    nothing is trained: the study has one length, which is the draft's, and no seeds. The keys of sampling are those of
+    all variants; `study.decoding` has a variant's own. `target`, `asked`: see `follow_from`.
     """
 
     study: Any
@@ -98,6 +98,11 @@ class StudyConfig:
         self.target = self.asked = ""
         check(len(self.seeds) > 0, "seeds=[]: give at least one")
         check_decodes(self.max_tokens)
+        self.sampling_params(max_tokens=self.max_tokens)
+        shared = {key: getattr(self, key) for key in KEYS}
+        for name, own in self.study.decoding.items():
+            self.study.decoding[name] = decoding_of(own, shared, f"study.decoding.{name}", self.max_tokens)
+        self._shared = Decoding(**shared)
         names = self.study.variants
         for name in self.only or []:
             check(name in names, f"only={self.only}: {name} is none of {', '.join(names)}")
@@ -139,18 +144,24 @@ class StudyConfig:
 
     def decoding(self, name: str) -> Decoding:
         """How a variant decodes."""
-        return self.study.decoding.get(name) or Decoding()
+        return self.study.decoding.get(name) or self._shared
 
     def sampling(self, name: str) -> SamplingParams:
         """How a variant's answers are sampled; each question's has a seed of its own, the same for all variants."""
-        decoding = self.decoding(name)
-        return SamplingParams(decoding.temperature, decoding.top_p, max_tokens=self.max_tokens, seed=0)
+        return self.decoding(name).sampling_params(max_tokens=self.max_tokens, seed=0)
 
     def own_steps(self, steps: int, equal: str, timing: Mapping[str, Any]) -> int:
         """A variant's steps where the reference makes `steps`. `timing`: of its step, see `study_runs.cost`."""
         low, high = timing["interval"] or (timing["ratio"], timing["ratio"])
         ratio = timing["ratio"] if equal == "time" and not low <= 1 <= high else 1.0
         return max(1, round(steps / ratio))
+
+
+def check_name(name: str, chosen: str) -> None:
+    """Raise UserError where the study that was chosen is called by the name of another one of conf/study."""
+    others = {path.stem for path in CONF_DIR.glob("study/*.yaml")} - {chosen}
+    said = f"study.name={name}: is another study than {chosen}, which would run under its name; give study={name}"
+    check(name not in others, said)
 
 
 def part_title(part: Mapping[str, Any]) -> str:

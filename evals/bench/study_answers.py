@@ -84,10 +84,9 @@ def speed(
     asked = [questions[place * len(questions) // count] for place in range(count)]
     found: Found = {name: {} for name in runs}
     wrong: list[str] = []
-    alike: dict[tuple[float, float], list[str]] = {}
+    alike: dict[str, list[str]] = {}
     for name in runs:
-        params = config.sampling(name)
-        alike.setdefault((params.temperature, params.top_p), []).append(name)
+        alike.setdefault(str(config.sampling(name)), []).append(name)
     for names in alike.values():
         _speed_in_turn(config, {name: runs[name] for name in names}, target, asked, longest, found, wrong)
     return {"speedups": found, "left_out": wrong}

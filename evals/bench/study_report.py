@@ -6,7 +6,7 @@ Knows nothing of engines or models.
 from collections.abc import Mapping
 
 from eagle_train.artifacts.markdown import code, plain
-from evals.bench.report import Found, document, made_on, number, table
+from evals.bench.report import Found, document, made_on, number, sampled, sampling, table
 from evals.bench.statistics import interval_of
 from evals.bench.study import part_title
 
@@ -38,7 +38,7 @@ def setting(found: Found) -> str:
     return (
         f"All variants: {drafts}. Reference: {plain(study['reference'])}."
         f"{time if 'time' in study['equal'] else ''} TPC (tokens committed in decoding, by calls of the target) over "
-        f"{asked} of {code(config['questions'])}, {config['max_tokens']} tokens an answer at most; at temperature 0 "
+        f"{asked} of {code(config['questions'])}, {config['max_tokens']} tokens an answer at most; {sampling(config)} "
         "unless a variant says otherwise. "
         "Intervals are of 95 %, by bootstrap over questions and over seeds; with few seeds they say little of other "
         "seeds."
@@ -61,7 +61,9 @@ def of_variant(study: Found, name: str) -> list[str]:
     decoding = study["decoding"].get(name)
     if decoding is None:
         return list(study["variants"][name])
-    keys = ("temperature", "top_p", "drafting", "alignment") if decoding["temperature"] > 0 else ("alignment",)
+    keys = [*sampled(decoding), "alignment"]
+    if decoding["temperature"] > 0:
+        keys = ["temperature", *sampled(decoding), "drafting", "alignment"]
     own = [f"{key}={decoding[key]}" for key in keys]
     return [*study["variants"][name], *own, f"quant={decoding['quant']['scheme']} ({decoding['quant']['scope']})"]
 

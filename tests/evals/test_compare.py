@@ -179,7 +179,7 @@ def test_where_the_host_runs_ahead_stages_are_of_other_rounds(home, tmp_path, mo
         (["prompt_lookup=0"], "prompt_lookup=0: must be at least 1"),
         (
             ["repetition_penalty=1.2"],
-            "repetition_penalty=1.2: leave it out, transformers.generate does not do the same",
+            "repetition_penalty=1.2: transformers.generate, which is compared, does not do the same; leave it out",
         ),
         (["max_tokens=1"], "max_tokens=1: must be at least 2"),
         (["drafters={ngram: {tree: chain_9}}"], "tree is 'chain_9'; known trees are"),

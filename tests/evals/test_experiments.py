@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from eagle_train import train
 from eagle_train.cli import as_overrides, compose
 from eagle_train.drafts import Draft
 from eagle_train.errors import UserError
-from eagle_train.inference import Eagle
+from eagle_train.inference import Eagle, SamplingParams
 from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.models.draft_quantisation import quant_of
 from eagle_train.models.loading import TargetConfig, load_target
@@ -162,7 +163,8 @@ SAMPLED = {"temperature": 1, "drafting": "multinomial"}
 def test_variants_of_decoding_share_a_draft(home, in_process, tmp_path, capsys):
     """Trained once, also where the reference is not the first; each answers as it decodes, and is timed."""
     names = "study.variants={exact: [], last: [], drawn: [], alike: []}"
-    asked = [names, "study.decoding={last: {alignment: last}, drawn: {temperature: 1, drafting: multinomial}}"]
+    drawn = "{temperature: 1, drafting: multinomial, repetition_penalty: 1.5}"
+    asked = [names, f"study.decoding={{last: {{alignment: last}}, drawn: {drawn}}}", "presence_penalty=0.5"]
     asked += ["study.reference=exact", "only=[last,drawn,alike]", f"out={tmp_path}", "timed_questions=1"]
     assert call(experiments.main, *given(home, *asked)) == 0
     assert [path.name for path in (tmp_path / "drafts").iterdir()] == ["base-8-0"]
@@ -176,8 +178,10 @@ def test_variants_of_decoding_share_a_draft(home, in_process, tmp_path, capsys):
     assert answers["drawn"]["asked"]["decoding"]["drafting"] == "multinomial"
     assert found["speedups"].keys() == variants.keys()
     report = (tmp_path / "report.md").read_text()
-    assert "| last `alignment=last` `quant=none (ffn)` |" in report
-    assert "| drawn `temperature=1.0` `top_p=0.9` `drafting=multinomial` " in report
+    assert "; temperature 0, presence penalty 0.5 unless a variant says otherwise." in report
+    assert "| last `presence_penalty=0.5` `alignment=last` `quant=none (ffn)` |" in report
+    penalties = "`repetition_penalty=1.5` `presence_penalty=0.5`"
+    assert f"| drawn `temperature=1.0` `top_p=0.9` {penalties} `drafting=multinomial` " in report
 
 
 def test_a_study_is_chosen_by_its_group(home, capsys):
@@ -205,6 +209,18 @@ def test_engines_decode_as_variants_do(home, tmp_path, monkeypatch):
     assert made == [("last", "fp8 (all_linear)"), ("accepted", "none")]
     assert [engine.config.drafting for engine in engines] == ["greedy", "multinomial"]
     assert [config.sampling(name).temperature for name in ("base", "lk")] == [0, 1]
+
+
+def test_a_variant_samples_as_the_command_says_but_for_its_own_keys(home):
+    decoding = {"lk": {"temperature": 1, "logit_bias": {5: 2}}}
+    values = compose("experiments", given(home, "temperature=0.5", "min_p=0.1", "presence_penalty=0.5"))
+    OmegaConf.update(values, "study.decoding", decoding, force_add=True)
+    config = build(StudyConfig, values, "")
+    shared = SamplingParams(0.5, 0.9, min_p=0.1, presence_penalty=0.5, max_tokens=12)
+    assert config.sampling("base") == shared
+    assert config.sampling("lk") == replace(shared, temperature=1.0, logit_bias={5: 2.0})
+    asked = asdict(config.decoding("lk"))
+    assert json.loads(json.dumps(asked)) == asked, "results are kept as JSON, with what they follow from"
 
 
 @pytest.mark.usefixtures("few")
@@ -418,6 +434,19 @@ def test_steps_are_timed_in_turn_in_two_processes(home, capsys):
         ("+study.decoding={other: {}}", "study.decoding.other: is none of the variants base, unroll2, "),
         ("+study.decoding={lk: {drafting: multinomial}}", "study.decoding.lk.drafting=multinomial: changes nothing at"),
         ("+study.decoding={lk: {quant: {scheme: int3}}}", "quant.scheme=int3: must be one of none, "),
+        ("+study.decoding={lk: {min_p: 2}}", "study.decoding.lk.min_p=2.0: must be from 0 (off) to 1"),
+        (
+            "+study.decoding={lk: {min_tokens: 13}}",
+            "study.decoding.lk.min_tokens=13: must be at most max_tokens",
+        ),
+        ("+study.decoding={lk: {topp: 1}}", "study.decoding.lk.topp: no such key; did you mean top_p?"),
+        ("+study.decoding={lk: 4}", "study.decoding.lk=4: must be a mapping of keys to values"),
+        ("temperature=-1", "temperature=-1.0: must be 0 or more, and finite"),
+        ("min_tokens=13", "min_tokens=13: must be at most max_tokens, which is 12"),
+        (
+            "study.name=length",
+            "study.name=length: is another study than options, which would run",
+        ),
     ],
 )
 def test_mistakes_are_one_line(home, capsys, override, message):

@@ -278,6 +278,10 @@ def test_a_plan_of_decoding(tmp_path, capsys, monkeypatch):
         ([*SHAPES, "target=tiny"], "target: leave it out with shapes"),
         ([*SHAPES, "drafter=ngram"], "drafter=ngram: leave it out with shapes"),
         (["drafter=ngram", "quants=[fp8]"], "quant.scheme=fp8: no draft to quantise"),
+        (
+            ["drafter=ngram", "frequency_penalty=0.5"],
+            "transformers.generate, which is compared, does not do the same; leave it out, or give transformers=false",
+        ),
         ([*SHAPES, "draft=d"], "draft.path: leave it out with shapes"),
         ([*SHAPES, "questions=q.jsonl"], "questions: leave it out with shapes"),
         ([*SHAPES, "context_lengths=null"], "context_lengths is needed"),
@@ -322,6 +326,11 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, overrides, message
     assert len(lines) == 1
     assert message in lines[0]
     assert not (tmp_path / "out" / "results.json").exists()
+
+
+def test_without_transformers_a_latency_may_be_of_any_sampling():
+    config = latency_config(transformers=False, frequency_penalty=0.5, min_tokens=3)
+    assert (config.params.frequency_penalty, config.params.min_tokens) == (0.5, 3)
 
 
 @pytest.fixture(scope="module")

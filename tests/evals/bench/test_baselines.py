@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.norm import FastNorm
 from evals.bench.answering import serve
-from evals.bench.baselines import TokenClock, Transformers, stock_model
+from evals.bench.baselines import TokenClock, Transformers, check_has, stock_model
 from tests.support.measuring import timed_requests
 from tests.support.tiny import random_tokens, shared_target
 
@@ -51,6 +52,30 @@ def test_transformers_gives_the_engines_tokens(lookup, ignore_eos):
         if lookup and ignore_eos:
             assert other.stats.calls < other.stats.tokens  # a random Llama repeats itself
     assert (ours[0].finish_reason == "length") == ignore_eos
+
+
+def test_transformers_takes_min_p():
+    """With min-p 1 none but the most likely token is left, whatever the temperature."""
+    target = shared_target()
+    (likely,) = Engine(target).generate(random_tokens(7), SamplingParams(max_tokens=20, ignore_eos=True))
+    other = Transformers(stock_model(target), frozenset())
+
+    def drawn(min_p: float) -> list[int]:
+        asked = {"temperature": 3.0, "min_p": min_p, "max_tokens": 20, "ignore_eos": True}
+        return other(timed_requests(*random_tokens(7), **asked))[0].token_ids
+
+    assert drawn(1.0) == likely.token_ids
+    assert drawn(0.0) != likely.token_ids
+
+
+@pytest.mark.parametrize(
+    "key", ["logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"]
+)
+def test_what_transformers_does_not_do_is_refused(key):
+    value = {5: 1.0} if key == "logit_bias" else 2
+    with pytest.raises(UserError, match=rf"^{key}=.*: transformers\.generate, which is compared, does not do the same"):
+        check_has(SamplingParams(**{key: value}))
+    check_has(SamplingParams(temperature=1.0, top_p=0.5, top_k=3, min_p=0.1))
 
 
 def test_times_of_streamed_tokens_by_hand(clock):
