@@ -285,6 +285,7 @@ def row_of(cell: Cell, name: str, plain: list[AnswerBatch], theirs: list[AnswerB
         **statistics.times(answers),
         "tokens_per_s": median(statistics.tokens_per_s(batch, [0.0] * len(batch)) for batch in theirs),
         "answers": len(answers),
+        "distinct_prompts": statistics.distinct_prompts(answers),
         "looping_answers": statistics.looping(statistics.token_ids(answers)),
         "lossy": name in cell.sides and any(answer.output.is_lossy for answer in answers),
         "equal_answers": len(answers) - differing if is_same else None,

@@ -57,9 +57,23 @@ def beyond_calls(found: Found) -> list[str]:
     return [f"{said} {', '.join(dict.fromkeys(names))}. It is noise: ask more questions on a quieter machine."]
 
 
+def asked_again(found: Found) -> list[str]:
+    """A sentence where rows have more answers than different prompts; else none."""
+    counts = [(row["distinct_prompts"], row["answers"]) for row in found.get("rows", []) if "distinct_prompts" in row]
+    again = [pair for pair in counts if pair[0] < pair[1]]
+    if not again:
+        return []
+    prompts, answers = min(again, key=lambda pair: pair[0] / pair[1])
+    return [
+        f"Caution: prompts were asked more than once, most often where {answers} answers are to {prompts} different "
+        "ones. Intervals count each answer as one to another prompt, so they are too narrow, and drafters that "
+        "remember answers gain."
+    ]
+
+
 def warnings(found: Found) -> list[str]:
-    """What a reader must know first: the sentences of `loops` and `beyond_calls`."""
-    return [*loops(found), *beyond_calls(found)]
+    """What a reader must know first: the sentences of `loops`, `beyond_calls` and `asked_again`."""
+    return [*loops(found), *beyond_calls(found), *asked_again(found)]
 
 
 def write_report(out: Path, found: Found, report: str) -> None:
@@ -178,7 +192,7 @@ def sampling(config: Found) -> str:
 
 def sampled(config: Found) -> dict[str, Any]:
     """The keys of sampling beside the temperature that are not at their defaults, and change something at it."""
-    return changed(config, "temperature", *([] if config["temperature"] > 0 else _TRUNCATION))
+    return changed(config, "temperature", *(_TRUNCATION if config["temperature"] == 0 else ()))
 
 
 def lossy(config: Found) -> str:

@@ -294,6 +294,11 @@ def counts(answers: list[Answer], max_tokens: int) -> dict[str, Any]:
     }
 
 
+def distinct_prompts(answers: Iterable[Answer]) -> int:
+    """How many different prompts were answered: fewer than there are answers where questions were asked again."""
+    return len({tuple(answer.prompt) for answer in answers})
+
+
 def by_question(answers: Iterable[Answer]) -> list[list[int]]:
     """[tokens, calls] of each question, over its turns, in the order in which questions come first."""
     found: dict[int, list[int]] = {}

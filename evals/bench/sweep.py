@@ -168,6 +168,7 @@ def rows_of(
                 other: statistics.median_ratio(speeds[name], speeds[other]) for other in answered if other != name
             },
             "answers": len(answers),
+            "distinct_prompts": statistics.distinct_prompts(answers),
             "looping_answers": 0.0 if config.acceptance else statistics.looping(statistics.token_ids(answers)),
             "threads": (threads or {}).get(name),
         }

@@ -336,3 +336,21 @@ def test_without_transformers_a_latency_may_be_of_any_sampling():
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     return make_home(tmp_path_factory.mktemp("latency"))
+
+
+def test_prompts_that_are_asked_again_are_told(home, tmp_path, capsys):
+    """Of three questions; where each is asked once, nothing is said."""
+    given = [f"target={home}/target", f"draft={home}/draft", f"questions={home}/questions.jsonl", "transformers=false"]
+    given += ["max_tokens=4", "device=cpu", f"out={tmp_path}/out"]
+    assert call(latency.main, *given, "repeats=3") == 0
+    assert "asked more than once" not in capsys.readouterr().out
+    assert call(latency.main, *given, "repeats=4", "batch_sizes=[1,2]") == 0
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Caution: prompts")]
+    assert told.startswith("Caution: prompts were asked more than once, most often where 8 answers are to 3 different ")
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert {(row["answers"], row["distinct_prompts"]) for row in rows} == {(4, 3), (8, 3)}
+    assert told in (tmp_path / "out" / "report.md").read_text()
+    assert call(report.main, f"results=[{tmp_path}/out]", f"out={tmp_path}/page") == 0
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert told in page
+    assert "3 prompts a figure, at the fewest" in page

@@ -14,6 +14,7 @@ from evals.bench.page.canvas import SERIES
 from evals.bench.page.decoding_blocks import along_context, tpc_against_ttit
 from evals.bench.page.gather import Source
 from evals.bench.page.overview import labels_of
+from evals.bench.page.shown import command
 from tests.support.command_line import call, write_jsonl
 from tests.support.html_structure import Element, contrast, page, schemes
 
@@ -227,6 +228,14 @@ NOTED = {
     "draft_lm_head": "busy with other work: 2.77 running processes, where this evaluation has 1 thread.",
     "tune_trees": "The target is the bundled one",
 }
+
+
+def test_the_command_of_a_result_has_its_sampling():
+    config = {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": 0.1, "logit_bias": {"5": 2.0}, "min_tokens": 0}
+    told = command(Source("x", "mt_bench", {"config": config}, []))
+    assert told == "python -m evals.mt_bench temperature=0.7 top_p=0.9 min_p=0.1 logit_bias={5: 2.0}"
+    greedy = command(Source("x", "mt_bench", {"config": config | {"temperature": 0.0}}, []))
+    assert greedy == "python -m evals.mt_bench temperature=0.0 logit_bias={5: 2.0}"
 
 
 def test_what_is_lossy_or_simulated_or_loops_is_marked_and_no_headline(tmp_path):

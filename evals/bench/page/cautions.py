@@ -91,10 +91,11 @@ def _target(config: Mapping[str, Any]) -> Any:
 
 
 def prompts_of(source: Source) -> int | None:
-    """How many prompts a result is over, the fewest of its rows; None where it does not say."""
+    """How many prompts a result is over, different ones if it says so, the fewest of its rows; None: it does not say."""
     found = source.found
     counts = [found.get(key) for key in ("prompts", "answers")]
-    counts += [row.get("answers", row.get("on_prompts")) for row in found.get("rows", []) if isinstance(row, Mapping)]
+    rows = [row for row in found.get("rows", []) if isinstance(row, Mapping)]
+    counts += [row.get("distinct_prompts", row.get("answers", row.get("on_prompts"))) for row in rows]
     known = [count for count in counts if isinstance(count, int)]
     return min(known) if known else None
 

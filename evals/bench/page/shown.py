@@ -7,7 +7,7 @@ from typing import Any
 from evals.bench.page.blocks import Block, Facts, Notes, Table
 from evals.bench.page.cautions import cautions, prompts_of
 from evals.bench.page.gather import TRAINING, Source
-from evals.bench.report import several
+from evals.bench.report import sampled, several
 
 ABOUT: tuple[str, ...] = (
     "target",
@@ -67,6 +67,8 @@ def command(source: Source) -> str:
     config |= {"study": (config["study"] or {}).get("name"), "tree": _tree(config["tree"])}
     config["target"] = {"path": (config["target"] or {}).get("path")}
     config["drafter"] = source.found.get("drafter")  # by its name; all its options are in the config
+    own = sampled(source.config) if "temperature" in source.config else {}
+    config |= {key: str(value).replace("'", "") for key, value in own.items()}  # a mapping as one types it
     said = [f"{_SHORT.get(key, key)}={value}" for key, value in overrides(config)]
     said = [each if len(each) <= LONGEST else each[: LONGEST - 3] + "..." for each in said]
     return " ".join([f"python -m evals.{source.evaluation}", *said])
