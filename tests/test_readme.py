@@ -17,10 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from docs import figure
 from eagle_train.cli import OPEN, as_typed, compose, named_path
+from eagle_train.corpus import stream
 from eagle_train.fields import bases, defaults_of
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.requests.sampling_keys import KEYS
 from eagle_train.settings import CONF_DIR
+from eagle_train.training import runaway
 from tests.support.pages import PAGES, ROOT, codes, text_of
 
 YAMLS = sorted(str(path.relative_to(ROOT)) for path in CONF_DIR.rglob("*.yaml"))
@@ -206,6 +208,18 @@ def test_commands_without_the_group_drafter_are_named():
     without = [name for name, text in texts.items() if "- /engine:" in text and "- /drafter:" not in text]
     assert len(without) > 4
     assert all(f"`evals.{name}`" in said for name in without)
+
+
+def test_the_keys_for_long_jobs_have_these_defaults():
+    said = text_of("docs/training.md").partition("\n## Keys for long jobs\n")[2].partition("\n## ")[0]
+    told = dict(re.findall(r"^\| `(\w+\.\w+)` \| (\w+) \|", said, re.MULTILINE))
+    config = compose("train", [])
+    assert len(told) > 6
+    assert {key: float(value) if value.isdigit() else value for key, value in told.items()} == {
+        key: OmegaConf.select(config, key) for key in told
+    }
+    for number in (runaway._RECENT, stream._FEW_MALFORMED):
+        assert re.search(rf"\b{number}\b", said)
 
 
 def test_the_evaluations_that_take_the_keys_of_sampling_are_named():

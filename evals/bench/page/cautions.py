@@ -91,7 +91,7 @@ def _target(config: Mapping[str, Any]) -> Any:
 
 
 def prompts_of(source: Source) -> int | None:
-    """How many prompts a result is over, different ones if it says so, the fewest of its rows; None: it does not say."""
+    """How many prompts a result is over, different ones if it tells that, the fewest of its rows; None: not told."""
     found = source.found
     counts = [found.get(key) for key in ("prompts", "answers")]
     rows = [row for row in found.get("rows", []) if isinstance(row, Mapping)]
