@@ -23,7 +23,7 @@ from eagle_train.progress import progress
 from eagle_train.settings import build
 from evals.bench.config import check_sizes
 from evals.bench.evaluation import evaluation
-from evals.bench.report import TERMS, document, loops, made_on, number, several, subject, table
+from evals.bench.report import TERMS, document, made_on, number, several, subject, table, warnings
 from evals.bench.session import Session
 from evals.bench.switching import FIGURES, answer_both, check_switch, compared, verdict
 from evals.bench.trees import check_tree, tree_names
@@ -38,8 +38,8 @@ NOTE = """\
 - `with it` says whether that time is shorter or longer: where the interval lies beyond 1, and beyond the interval of
   the same figure in the batch size's first row, both of whose sides are alike. Otherwise, or where there is no
   interval, the row is not told from noise. Intervals are of other batches, not of other runs.
-- Batches have prompts of their own, except where the load asks the same again. Where a prompt comes late, the TTFT is
-  its own."""
+- Batches have prompts of their own, as far as there are enough, except where the load asks the same again. Where a
+  prompt comes late, the TTFT is its own."""
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ def main(values: DictConfig) -> None:
     for rows in measured(session):  # each is written at once: a later one may fail
         found = {"rows": rows, "left": len(cells) - len(rows), "tree": tree, **session.about()}
         session.report(found, markdown(found))
-    session.say(aligned(comparison(rows)), *loops(found), f"written to {session.out}: report.md, results.json")
+    session.say(aligned(comparison(rows)), *warnings(found), f"written to {session.out}: report.md, results.json")
 
 
 def measured(session: Session[Config]) -> Iterator[list[dict[str, Any]]]:
@@ -101,7 +101,7 @@ def measured(session: Session[Config]) -> Iterator[list[dict[str, Any]]]:
     rows, bar = [], progress(len(cells), "switch")
     for count, (size, name) in enumerate(cells, 1):
         workload, figure = SWITCHES[name].workload, SWITCHES[name].figure
-        found = compared(answer_both(session, name, size), workload.newcomers)
+        found = compared(answer_both(session, name, size), workload.newcomers, workload.asks_again)
         rows.append({"switch": name, "batch_size": size, "load": workload.text, "figure": figure, **found})
         bar.update(count)
         yield rows

@@ -59,7 +59,8 @@ def beyond_calls(found: Found) -> list[str]:
 
 def asked_again(found: Found) -> list[str]:
     """A sentence where rows have more answers than different prompts; else none."""
-    counts = [(row["distinct_prompts"], row["answers"]) for row in found.get("rows", []) if "distinct_prompts" in row]
+    rows = [row for row in found.get("rows", []) if "distinct_prompts" in row]
+    counts = [(row["distinct_prompts"], row.get("answers", row.get("on_prompts"))) for row in rows]
     again = [pair for pair in counts if pair[0] < pair[1]]
     if not again:
         return []

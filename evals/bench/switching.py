@@ -86,14 +86,15 @@ def answer(variant: Variant, switch: Switch, engine: Engine, batch: Sequence[Tim
     return (variant.serve or switch.workload.serve)(engine, batch)
 
 
-def compared(answered: dict[str, list[AnswerBatch]], newcomers: int = 0) -> dict[str, Any]:
+def compared(answered: dict[str, list[AnswerBatch]], newcomers: int = 0, asks_again: bool = False) -> dict[str, Any]:
     """Each variant's TPC and times in seconds, medians of the batches; and the time of `off` divided by that of `on`,
     the median of the batches, with its 95 % interval, None for fewer than 6 batches.
 
-    `newcomers`: see `Workload`.
+    `newcomers`, `asks_again`: see `Workload`.
     """
-    texts = statistics.token_ids(chain.from_iterable(answered["on"]))
-    found: dict[str, Any] = {"looping_answers": statistics.looping(texts)}
+    asked = list(chain.from_iterable(answered["on"]))
+    found: dict[str, Any] = {"looping_answers": statistics.looping(statistics.token_ids(asked))}
+    found |= {} if asks_again else {"distinct_prompts": statistics.distinct_prompts(asked)}
     times: dict[str, dict[str, list[float]]] = {}
     for side, batches in answered.items():
         answers = list(chain.from_iterable(batches))

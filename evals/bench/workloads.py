@@ -46,7 +46,8 @@ class Workload:
 
     `text`: its name in the report. `warm_up`: how many of the batches are answered before the first is measured.
     `least_size`: the smallest batch size at which it shows anything. `extra_rows`: beside the batch's. `newcomers`: how
-    many requests, the last of a batch, are those whose time to the first token counts; 0: all.
+    many requests, the last of a batch, are those whose time to the first token counts; 0: all. `asks_again`: whether it
+    is about prompts that come again.
     """
 
     text: str
@@ -56,6 +57,7 @@ class Workload:
     least_size: int = 1
     extra_rows: int = 0
     newcomers: int = 0
+    asks_again: bool = False
 
 
 def prompts_of(session: Session, **params: Any) -> PromptSource:
@@ -132,7 +134,7 @@ GREEDY = Workload("temperature 0", as_they_are)
 SAMPLED = Workload("temperature 1, top-p 0.9", partial(as_they_are, temperature=1.0, top_p=0.9))
 GUIDED = Workload("temperature 0, grammar", partial(as_they_are, grammar=TEXT))
 LONG = Workload("temperature 0, long prompts", long_prompts)
-SHARED = Workload("shared beginnings, asked again", shared_beginnings)
-EVICTED = Workload("more prompts than the store holds, asked again", evicted_groups, warm_up=GROUPS)
+SHARED = Workload("shared beginnings, asked again", shared_beginnings, asks_again=True)
+EVICTED = Workload("more prompts than the store holds, asked again", evicted_groups, warm_up=GROUPS, asks_again=True)
 LATECOMER = Workload("a long prompt comes to a batch", with_latecomer, serve_latecomer, extra_rows=1, newcomers=1)
 ARRIVALS = Workload("requests at random times", at_random, least_size=2)

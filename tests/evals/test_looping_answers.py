@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.bench.report import loops, write_report
+from evals.bench.report import asked_again, loops, write_report
 from tests.support.command_line import call
 from tests.support.eval_inputs import arguments, make_home
 
@@ -59,3 +59,21 @@ def test_a_few_loops_are_no_warning(tmp_path, found, said):
     write_report(tmp_path, found, "# A title\n\nWhat was asked.\n")
     assert (tmp_path / "report.md").read_text() == "\n\n".join(["# A title", *loops(found), "What was asked.\n"])
     assert json.loads((tmp_path / "results.json").read_text()) == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"distinct_prompts": 8, "answers": 8}, {"answers": 8}], ""),
+        (
+            [{"distinct_prompts": 8, "answers": 9}, {"distinct_prompts": 3, "answers": 6}],
+            "6 answers are to 3 different",
+        ),
+        ([{"distinct_prompts": 3, "on_prompts": 12}], "12 answers are to 3 different"),
+    ],
+)
+def test_prompts_that_were_asked_again_are_a_caution(rows, said):
+    told = "".join(asked_again({"rows": rows}))
+    assert told.startswith("Caution: prompts were asked more than once, " if said else "")
+    assert said in told
+    assert bool(told) == bool(said)
