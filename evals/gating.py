@@ -52,6 +52,7 @@ class Config(DrafterConfig):
         check_least(self, 1, "repeats", "per_row")
         check_least(self, 0, "settle")
         check_decodes(self.max_tokens)
+        check(self.min_tokens == 0, f"min_tokens={self.min_tokens}: no answer ends early here; leave it out")
         check_sizes("batch_sizes", self.batch_sizes)
         check(0 < self.acceptance < 1, f"acceptance={self.acceptance}: must be between 0 and 1")
         for tree in (self.tree, *self.others):

@@ -122,6 +122,7 @@ def test_good_requests_alone_are_accepted():
         ("acceptance=1", "acceptance=1.0: must be between 0 and 1"),
         ("draft.path=null", "draft is needed: give draft=DIR, or drafter=ngram, say"),
         ("repeats=0", "repeats=0: must be at least 1"),
+        ("min_tokens=9", "min_tokens=9: no answer ends early here; leave it out"),
         ("others=[chain9]", "tree=chain9: must be from 1 to 7 deep"),
     ],
 )
