@@ -56,9 +56,15 @@ def test_the_command_writes_what_the_drafter_reads(tmp_path, capsys):
     assert "drafter.layers=" in capsys.readouterr().out
     tried = json.loads((home / "out" / "layer_skip.json").read_text())["tried"]
     assert OmegaConf.load(home / "out" / "layers.yaml").layers == tried[0]["layers"]
-    biased = ["logit_bias={5: 100}", f"out={home}/biased"]  # every answer is one token, again and again
-    assert call(layer_skip.main, *given, *biased) == 0
-    shares = [json.loads((home / out / "layer_skip.json").read_text())["looping_answers"] for out in ("out", "biased")]
-    assert shares[0] < shares[1] == 1
     given = [f"target={home}/target", "prompt=abc", "max_tokens=8", "device=cpu", "drafter=layer_skip"]
     assert call(generate.main, *given, f"drafter.layers={home}/out/layers.yaml") == 0
+
+
+def test_the_answers_are_sampled_as_is_asked(tmp_path, capsys):
+    """With this bias every answer is one token, again and again."""
+    home, shares = make_home(tmp_path), []
+    given = [f"target={home}/target", f"questions={home}/questions.jsonl", "max_tokens=16", "depth=1", "device=cpu"]
+    for bias in ("null", "{5: 100}"):
+        assert call(layer_skip.main, *given, f"logit_bias={bias}", f"out={home}/out") == 0
+        shares.append(json.loads((home / "out" / "layer_skip.json").read_text())["looping_answers"])
+    assert shares[0] < shares[1] == 1
