@@ -61,7 +61,8 @@ def in_process(monkeypatch) -> list[list[str]]:
         runs.append(command[3:])
         return SimpleNamespace(returncode=train.job(compose("train", as_overrides("train", command[3:]))))
 
-    monkeypatch.setattr(study_runs.subprocess, "run", started)
+    # Of this module alone: Python's own, as platform.processor, start processes too.
+    monkeypatch.setattr(study_runs, "subprocess", SimpleNamespace(run=started))
     timed = {"base": 1.0, "plain": 2.0, "lk": 2.0}
 
     def cost(config: StudyConfig, name: str) -> dict:
@@ -455,7 +456,7 @@ def test_mistakes_are_one_line(home, capsys, override, message):
 
 
 def test_a_failed_run_is_an_error(home, monkeypatch, capsys):
-    monkeypatch.setattr(study_runs.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2))
+    monkeypatch.setattr(study_runs, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=2)))
     monkeypatch.setattr(study_runs, "cost", lambda *_: {"ratio": 1.0, "interval": None, "step_s": 1.0})
     monkeypatch.setattr(study_plan, "step_seconds", lambda config: 1.0)
     assert call(experiments.main, *given(home, "only=[base]", "seeds=[7]", f"out={home}/failed")) == 2
