@@ -181,5 +181,5 @@ def test_a_row_tells_how_many_prompts_were_asked():
 
 
 def test_help_names_each_switch():
-    said = usage(CONF_DIR, "switches", {})
+    said = usage(CONF_DIR, "switches", {}).partition("  switches=null")[2].partition("the report says")[0]
     assert [name for name in SWITCHES if not re.search(rf"\b{name}\b", said)] == []
