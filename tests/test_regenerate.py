@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from eagle_train import regenerate
+from eagle_train import distributed, regenerate
 from eagle_train.corpus.conversations import conversation_of
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig, check_prompts
@@ -20,6 +21,8 @@ from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models import loading
 from eagle_train.regeneration import by_server
+from eagle_train.regeneration import run as whole_run
+from eagle_train.regeneration.row_log import RowLog
 from tests.support import chat_templates
 from tests.support.command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
 
@@ -618,6 +621,38 @@ def test_another_runs_file_is_not_gone_on_with(made, tmp_path, answers, capsys):
     assert run(made, tmp_path / "other.jsonl") == 2
     assert "exists without other.jsonl.settings.json" in capsys.readouterr().err
     assert (tmp_path / "other.jsonl").read_text() == "mine\n"
+
+
+def test_a_run_that_goes_on_another_day_renders_the_day_it_began(made, tmp_path, capsys, monkeypatch):
+    """Not its own, nor another that is given."""
+    target = Path(shutil.copytree(made / "target", tmp_path / "target"))
+    dated = "{{ strftime_now('%d') + '|' }}" + TEMPLATE
+    (target / "chat_template.jinja").write_text(dated)
+    whole, parts, later = (tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "later"))
+    monkeypatch.setattr(whole_run, "today", lambda: "2026-07-31")
+    assert run(made, whole, f"target={target}", "limit=4") == 0
+    assert run(made, parts, f"target={target}", "limit=2") == 0
+    monkeypatch.setattr(whole_run, "today", lambda: "2031-02-03")
+    assert run(made, later, f"target={target}", "limit=4") == 0
+    assert later.read_text() != whole.read_text()
+    assert run(made, parts, f"target={target}", "limit=4") == 0
+    assert parts.read_text() == whole.read_text()
+    assert run(made, parts, f"target={target}", "limit=4", "data.date=2026-07-31") == 0
+    capsys.readouterr()
+    assert run(made, parts, f"target={target}", "limit=4", "data.date=2031-02-03") == 2
+    assert "was made with data.date=2026-07-31, not 2031-02-03" in capsys.readouterr().err
+
+
+def test_all_ranks_render_with_the_first_ones_date(made, tmp_path, monkeypatch):
+    """This one is the second, on whose node it is tomorrow."""
+    told = iter(["2026-07-31", RowLog(tmp_path / "out.jsonl", {})])
+    second = SimpleNamespace(is_main=False, size=2, agreed=lambda own: next(told))
+    monkeypatch.setattr(whole_run, "today", lambda: "2026-08-01")
+    dates = []
+    monkeypatch.setattr(whole_run, "answer_by_engine", lambda config, *_: dates.append(config.data.date) or iter(()))
+    monkeypatch.setattr(distributed, "start", lambda *_, **__: second)
+    assert run(made, tmp_path / "out.jsonl") == 0
+    assert dates == ["2026-07-31"]
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(made, tmp_path, answers, capsys):

@@ -31,6 +31,20 @@ def line_of(row: dict[str, Any]) -> str:
     return text + "\n"
 
 
+def earlier_settings(out: Path) -> dict[str, Any]:
+    """The settings that the rows in OUT were made with; empty where there are none, or no run made them."""
+    notes = _notes_of(out)
+    found: dict[str, Any] = {}
+    if out.exists() and notes.exists():
+        found = json.loads(notes.read_text("utf-8"))["settings"]
+    return found
+
+
+def _notes_of(out: Path) -> Path:
+    """Beside OUT, but with a name that no glob for data matches."""
+    return out.with_name(f"{out.name}.settings.json")
+
+
 class RowLog:
     """`done`: the number up to which all rows are finished. `left_out`: the numbers of finished rows not in OUT.
 
@@ -39,8 +53,7 @@ class RowLog:
 
     def __init__(self, out: Path, settings: dict[str, Any]):
         self.out, self.settings = out, settings
-        # Beside OUT, but with names that no glob for data matches.
-        self.notes, self.others = out.with_name(f"{out.name}.settings.json"), out.with_name(f"{out.name}.left_out")
+        self.notes, self.others = _notes_of(out), out.with_name(f"{out.name}.left_out")
         self.done, self.left_out = 0, frozenset[int]()
         self.is_new = not out.exists()
         if not self.is_new:
@@ -55,7 +68,7 @@ class RowLog:
     def _resume(self) -> None:
         problem = f"out={self.out}: exists without {self.notes.name}, so no run wrote it; give another file"
         check(self.notes.exists(), problem)
-        earlier = json.loads(self.notes.read_text("utf-8"))["settings"]
+        earlier = earlier_settings(self.out)
         for key, value in self.settings.items():
             known = earlier.get(key)
             check(known == value, f"out={self.out}: was made with {key}={known}, not {value}; give another file")

@@ -15,16 +15,19 @@ from eagle_train.regeneration.by_server import answer_by_server
 from eagle_train.regeneration.dialogue import dialogue_of
 from eagle_train.regeneration.options import RegenerateConfig
 from eagle_train.regeneration.outcome import Outcome
-from eagle_train.regeneration.row_log import RowLog
+from eagle_train.regeneration.row_log import RowLog, earlier_settings
+from eagle_train.training.assembly import today
 
 
 def regenerate(config: RegenerateConfig, world: World = ALONE) -> None:
     """Write the answers to `config.out` and print the counts. Raises UserError.
 
-    `world`: the ranks that hold the target together. All read the data and answer; the first alone writes.
+    `world`: the ranks that hold the target together. All read the data and answer; the first alone writes. Sets
+    `config.data.date` to the date that all render prompts with.
     """
     source = open_source(config.data)
     dialogue_of(1, next(source.rows()), config.data)  # raises before a weight is loaded
+    config.data.date = world.agreed(_date_of(config) if world.is_main else None)
     settings = _settings(config, source.identity())
     log = world.agreed(RowLog(Path(config.out), settings) if world.is_main else None)
     assert log is not None  # the first rank's, of which the others use what is done
@@ -49,10 +52,18 @@ def _rows(source: Source, first: int, last: int | None) -> Iterator[tuple[int, P
     return enumerate(islice(source.rows(first), None if last is None else last - first), first + 1)
 
 
+def _date_of(config: RegenerateConfig) -> str | None:
+    """The date that prompts are rendered with: the one that is given, else that of the rows that are there, else today.
+    None where a server renders them."""
+    if config.server.url:
+        return None
+    return config.data.date or earlier_settings(Path(config.out)).get("data.date") or today()
+
+
 def _settings(config: RegenerateConfig, identity: str) -> dict[str, Any]:
     """What the answers depend on: a run continues the file of another only if these are the same."""
     data, target = config.data, config.target
-    read = {key: getattr(data, key) for key in ("path", "name", "split", "format", "columns", "roles")}
+    read = {key: getattr(data, key) for key in ("path", "name", "split", "format", "columns", "roles", "date")}
     asked: dict[str, Any] = {"target": config.model, "target.chat_template": target.chat_template}
     asked["data.template_kwargs"] = data.template_kwargs
     params = {key: getattr(config.params, key) for key in (*KEYS, "max_tokens", "seed")}
