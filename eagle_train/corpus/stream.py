@@ -176,7 +176,8 @@ class Stream:
     """Batches of `micro_batch_rows` packed rows for each rank, without end.
 
     All ranks draw the same rows and each takes its share, so a step's rows are the same for any number of ranks.
-    Raises UserError for data that cannot be read (with the row's place) and for data without a supervised token.
+    Raises UserError for data that cannot be read (with the row's place), and CommonError for data without a supervised
+    token.
     """
 
     def __init__(self, config: DataConfig, renderer: ChatRenderer, micro_batch_rows: int, world: World = ALONE):
@@ -229,14 +230,18 @@ class Stream:
         mute, documents = self.counts["mute"], self.counts["documents"]
         if documents < _MANY or mute <= documents / 2:
             return None
-        return (
-            f"data.path is {self.config.path}; in {mute} of {documents} documents the assistant says nothing: skipped"
-        )
+        return f"{self._data}; in {mute} of {documents} documents the assistant says nothing: skipped"
+
+    @property
+    def _data(self) -> str:
+        """The setting that gives the data, for messages."""
+        mix = self.config.mix
+        return f"data.mix is {', '.join(mix)}" if mix else f"data.path is {self.config.path}"
 
     def _advance(self, drawn: Drawn) -> None:
-        """Advance the position. Raises UserError after an epoch without a supervised token."""
+        """Advance the position. Raises CommonError after an epoch without a supervised token."""
         packed = self.ready or self.packer.open or self.counts["tokens"] or drawn.epoch == 0
-        check(bool(packed), f"data.path is {self.config.path}; it has no supervised token: {self.counts}")
+        check(bool(packed), f"{self._data}; it has no supervised token: {self.counts}", CommonError)
         self.position.drawn += 1
         self.position.sources[drawn.source] = [drawn.epoch, drawn.number]
 

@@ -151,17 +151,15 @@ class Trainer:
                 return None
         told = unread(self.target, fault, self.world)
         if told is not None:
-            self.backend.skip()
-            self.budget.drop()
-            raise CommonError(told)
+            self._refuse_step(told)
         return meter
 
     def train(self, log: MetricsLog | NoTracker) -> Record:
         """All steps from where the run stands. Returns the last held-out measurements, {} for a finished run.
 
         Raises Interrupted if `stop_asked` is true, after a micro-batch, or with several ranks after the next one.
-        Raises UserError if too many steps were skipped, and CommonError if the data or a cache of the target's states
-        end the run.
+        Raises CommonError if the data, a cache of the target's states, or too many skipped steps end the run; what was
+        learnt before is saved.
         """
         if self.budget.is_over(self.state.step):  # nothing is drawn for a finished run
             return {}
@@ -231,28 +229,37 @@ class Trainer:
         return supervised
 
     def _update_weights(self) -> tuple[float, float]:
-        """End a step: follow its gradient, or skip it. Returns the gradient's norm and the learning rate."""
+        """End a step: follow its gradient, or skip it. Returns the gradient's norm and the learning rate.
+
+        Raises CommonError, with the step forgotten, where too many were skipped.
+        """
         norm = self.backend.clip().item()
+        sound = self._is_sound(norm)
+        if not sound and self.state.skipped >= self.config.max_skipped:
+            self._refuse_step(
+                f"train.max_skipped={self.config.max_skipped}: step {self.state.step + 1} is one more with an unsound "
+                f"gradient (its norm is {norm:.3g}); lower optim.lr or look at the data, and give a larger "
+                "train.max_skipped to go on from here"
+            )
         self.state.step += 1
         lr = self.optim.lr_at(self.state.step, self.budget.used)
-        if self._is_sound(norm):
+        if sound:
+            self.state.norms = appended(self.state.norms, norm)
             self.backend.step(lr)
         else:
+            self.state.skipped += 1
             self.backend.skip()
         return norm, lr
 
     def _is_sound(self, norm: float) -> bool:
-        """Whether a step with a gradient of this norm is made. Raises UserError where too many were skipped."""
-        if is_sound(norm, self.state.norms, self.config.runaway):
-            self.state.norms = appended(self.state.norms, norm)
-            return True
-        self.state.skipped += 1
-        check(
-            self.state.skipped <= self.config.max_skipped,
-            f"train.max_skipped={self.config.max_skipped}: step {self.state.step} is one more with an unsound gradient "
-            f"(its norm is {norm:.3g}); lower optim.lr or look at the data",
-        )
-        return False
+        """Whether a gradient of this norm may be followed."""
+        return is_sound(norm, self.state.norms, self.config.runaway)
+
+    def _refuse_step(self, why: str) -> NoReturn:
+        """Forget the step, whose gradients are all added up, and raise CommonError: all ranks call it."""
+        self.backend.skip()
+        self.budget.drop()
+        raise CommonError(why)
 
     def _is_stopped(self) -> bool:
         """Whether the run is to be left here, the same on every rank. Called after every micro-batch, by all.
@@ -274,8 +281,8 @@ class Trainer:
     def _timed_step(self) -> Record:
         """A training step, with the tokens so far, the speed, and the share of time in which it waited for data.
 
-        Raises Interrupted where the run is left in the middle, CommonError where the data end it; what was learnt is
-        saved first.
+        Raises Interrupted where the run is left in the middle, CommonError where the data or the gradients end it; what
+        was learnt is saved first.
         """
         started, tokens, waited = time.perf_counter(), self.state.tokens, self.lookahead.waited
         with self._keeping():
@@ -291,7 +298,7 @@ class Trainer:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """What was learnt is saved where data or states end the run meanwhile; the CommonError then says how much."""
+        """What was learnt is saved where a CommonError ends the run meanwhile, which then says how much."""
         try:
             yield
         except CommonError as error:
@@ -299,12 +306,13 @@ class Trainer:
             raise CommonError(f"{error}; {self.budget.done(self.state.step)} are done and kept") from error
 
     def _check_learnt(self) -> None:
-        """Raise UserError after the last step if every step was skipped."""
+        """Raise CommonError after the last step if every step was skipped."""
         check(
             not self.budget.is_last or self.state.skipped < self.state.step,
             f"all {self.state.step} steps were skipped, for their gradients were not finite or too long, and nothing "
             f"was learnt; is a weight of target.path={self.target.name} not finite, or optim.lr={self.optim.lr} too "
             "high?",
+            CommonError,
         )
 
     def _steps_left(self) -> int | None:

@@ -31,7 +31,7 @@ from eagle_train.corpus.feed import shuffled
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, SourceConfig, open_source
 from eagle_train.corpus.stream import Batch, Stream, heldout_batches
-from eagle_train.distributed import World
+from eagle_train.distributed import CommonError, World
 from eagle_train.errors import UserError
 from tests.support.processes import run
 from tests.support.word_chats import (
@@ -669,8 +669,10 @@ def test_too_many_malformed_rows_are_refused(tmp_path, good, bad, refused):
 
 def test_data_without_anything_to_learn_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "mute.jsonl", [{"messages": [{"role": "user", "content": "1 2 3"}]}] * 5)
-    with pytest.raises(UserError, match=r"no supervised token: .*'skipped': 5"):
-        next(Stream(DataConfig(path), make_renderer(), 1))
+    mix = {"one": SourceConfig(path), "two": SourceConfig(path)}
+    for config, told in ((DataConfig(path), rf"path is {path}"), (DataConfig(mix=mix), "mix is one, two")):
+        with pytest.raises(CommonError, match=rf"^data\.{told}; it has no supervised token: .*'skipped': \d+"):
+            next(Stream(config, make_renderer(), 1))
     with pytest.raises(UserError, match=r"data\.heldout is .*no supervised token"):
         heldout_batches(DataConfig("x", heldout=path), make_renderer(), 1, 1)
 

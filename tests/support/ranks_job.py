@@ -65,7 +65,7 @@ def one_run(data: Path, case: dict, world: World) -> None:
 def leave_out(trainer: Trainer, steps: list[int]) -> None:
     """Let the trainer skip these steps too, as if their gradients were unsound."""
     is_sound = trainer._is_sound
-    trainer._is_sound = lambda norm: is_sound(norm) and trainer.state.step not in steps
+    trainer._is_sound = lambda norm: is_sound(norm) and trainer.state.step + 1 not in steps
 
 
 def drop_parts(trainer: Trainer, steps: list[int]) -> None:

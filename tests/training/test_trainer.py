@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate
+from eagle_train.distributed import CommonError
 from eagle_train.drafts import Draft, EagleConfig, EagleDraft, shift_hidden
 from eagle_train.errors import UserError
 from eagle_train.models.loading import TargetConfig, load_target
@@ -656,12 +657,37 @@ def test_no_step_of_a_real_runs_beginning_is_a_runaway(tmp_path):
     assert len(trainer.state.norms) == 20
 
 
-def test_too_many_unsound_gradients_end_the_run(tmp_path, data):
-    trainer = started(make_trainer(tmp_path, data, max_skipped=1))
-    with_gradient(trainer, {1: math.nan, 2: math.nan})
-    trainer.train_step()
-    with pytest.raises(UserError, match=r"^train\.max_skipped=1: step 2 is one more with an unsound gradient"):
-        trainer.train_step()
+def test_too_many_unsound_gradients_end_the_run_and_what_was_learnt_is_kept(tmp_path, data):
+    """A run that may skip more goes on from there, as if it had not been ended."""
+    bad = {2: math.nan, 5: math.inf}
+    whole, ended, again = (
+        make_trainer(tmp_path / place, data, max_skipped=most, save_every=0)
+        for place, most in (("whole", 2), ("parts", 1), ("parts", 2))
+    )
+    for trainer in (whole, ended, again):
+        with_gradient(trainer, bad)
+    run_training(whole)
+    told = r"^train\.max_skipped=1: step 5 is one more with an unsound gradient .*; 4 of 6 steps are done and kept$"
+    with pytest.raises(CommonError, match=told):
+        run_training(ended)
+    assert [path.name for path in checkpoints(tmp_path / "parts")] == ["step-4"]
+    assert again.resume()
+    assert (again.state.step, again.state.skipped) == (4, 1)
+    assert all(weight.isfinite().all() for weight in again.draft.parameters())
+    assert_same(dict(again.draft.named_parameters()), dict(ended.draft.named_parameters()), 0.0)
+    run_training(again, resumed=True)
+    assert_same(dict(again.draft.named_parameters()), dict(whole.draft.named_parameters()), 0.0)
+
+
+def test_a_resumed_run_may_have_skipped_more_than_it_now_may(tmp_path, data):
+    first = make_trainer(tmp_path, data, steps=3)
+    with_gradient(first, {1: math.nan, 2: math.nan})
+    run_training(first)
+    second = make_trainer(tmp_path, data, steps=6, max_skipped=1)
+    with_gradient(second, {5: math.nan})
+    assert second.resume()
+    with pytest.raises(CommonError, match=r"^train\.max_skipped=1: step 5 .*; 4 of 6 steps are done and kept$"):
+        run_training(second, resumed=True)
 
 
 @pytest.mark.parametrize("field", ["steps", "micro_batch_rows", "eval_batches", "eval_depth"])
@@ -694,7 +720,9 @@ def test_a_run_in_which_every_step_was_skipped_fails(tmp_path, data):
     with torch.no_grad():
         target.model.get_input_embeddings().weight[:] = math.nan
     trainer = make_trainer(tmp_path, data, target=target, steps=3)
-    with pytest.raises(UserError, match=r"^all 3 steps were skipped, for their gradients were not finite or too long"):
+    with pytest.raises(
+        CommonError, match=r"^all 3 steps were skipped, for their gradients were not finite or too long"
+    ):
         run_training(trainer)
     assert not checkpoints(tmp_path)
     sound = make_trainer(tmp_path, data, steps=3)
