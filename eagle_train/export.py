@@ -32,6 +32,7 @@ from eagle_train.inference.requests.readable import texts
 from eagle_train.models.loading import load_target
 from eagle_train.models.target import Target
 from eagle_train.settings import build
+from eagle_train.training.assembly import today
 from eagle_train.training.trained_draft import draft_directory, trained_draft
 
 FIELD = "checkpoint"
@@ -59,6 +60,8 @@ def job(values: DictConfig) -> int:
     if config.target is None:
         distributed.check_alone("without target, eagle-export")
     world = distributed.start(resolve_device(config.device), shard_size=None)
+    if data is not None:
+        data.date = world.agreed(data.date or today())  # else each rank renders by its own clock
     if config.target is not None:
         reads, placement = None if data is None else texts, "tensor" if world.size > 1 else "replicated"
         target = load_target(config.target, resolve_device(config.device), placement, world, reads)

@@ -50,7 +50,7 @@ def main(values: DictConfig) -> None:
         about["target"] = described(session.target)
     longest = prompts.longest(config.context_lengths)
     compared = variants(session, longest)
-    for cells in sweep(config, prompts, compared):  # each is written at once: a later one may fail
+    for cells in sweep(config, prompts, compared, session.world):  # each is written at once: a later one may fail
         found = {**cells, **session.about(), **about}
         session.report(found, markdown(found))
     session.say(summary(found))
@@ -100,9 +100,10 @@ def variants(session: Session[Config], longest: int) -> Variants:
     def baselines(batch: Batch) -> dict[str, Transformers]:
         if model is None:
             return {}
-        made = {TRANSFORMERS: Transformers(model, session.requests.stop_ids)}
+        stops, together = session.requests.stop_ids, session.target.together
+        made = {TRANSFORMERS: Transformers(model, stops, together=together)}
         if len(batch) == 1:  # its prompt lookup is for single prompts
-            made[LOOKUP] = Transformers(model, session.requests.stop_ids, config.prompt_lookup)
+            made[LOOKUP] = Transformers(model, stops, config.prompt_lookup, together=together)
         for baseline in made.values():
             baseline.tune(batch)
         return made

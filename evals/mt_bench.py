@@ -55,7 +55,8 @@ def main(values: DictConfig) -> None:
     plain, speculative = variants(session, check_fit(session.requests, session.questions, config.max_tokens))
     run_in_turn([plain, speculative], session.questions, config.params, config.batch_size)
     about = {"draft_training": session.artifact.training if config.draft.path else None, **session.about()}
-    found = {**measured(plain, speculative, config), "too_long": too_long, **config.about_questions(), **about}
+    figures = session.world.agreed(measured(plain, speculative, config))  # ranks' clocks differ
+    found = {**figures, "too_long": too_long, **config.about_questions(), **about}
     drafted = bool(found["acceptance_per_depth"])
     session.write("answers.jsonl", answer_rows(plain.answers, speculative.answers))
     if config.batch_size == 1 and drafted:

@@ -8,7 +8,7 @@ import datetime
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any
@@ -66,13 +66,17 @@ class ChatTemplate:
     """A tokenizer's chat template and its other inputs beside the messages.
 
     `kwargs`: values of its own variables (`enable_thinking`, say). `date`: the date that it gets when it reads the
-    clock, as 2026-07-31; None: the time of the rendering, as in servers.
+    clock, as 2026-07-31; None: the time of the rendering, as in servers, by `clock`.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None, date: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kwargs: Mapping[str, Any] | None = None,
+        date: str | None = None,
+        clock: Callable[[], datetime.datetime] = datetime.datetime.now,
     ):
-        self.tokenizer, self.date = tokenizer, date
+        self.tokenizer, self.date, self.clock = tokenizer, date, clock
         self.special_tokens = dict(tokenizer.special_tokens_map)
         self.kwargs, self.has_read_clock = dict(kwargs or {}), False
         check_template_kwargs(self.kwargs, "template_kwargs")
@@ -141,7 +145,7 @@ class ChatTemplate:
     def now(self, format: str) -> str:
         """The clock that templates read."""
         self.has_read_clock = True
-        now = datetime.datetime.now() if self.date is None else as_date(self.date)
+        now = self.clock() if self.date is None else as_date(self.date)
         return now.strftime(format)
 
     def variables(self, tools: list[dict] | None = None) -> frozenset[str]:

@@ -1,6 +1,5 @@
 """A build from start to end: the data are counted, rendered, tokenised, and written shard by shard."""
 
-import datetime
 import logging
 import warnings
 from contextlib import closing
@@ -23,7 +22,7 @@ from eagle_train.results import in_words
 from eagle_train.retrieval.documents import Place, documents_from
 from eagle_train.retrieval.options import DatastoreConfig
 from eagle_train.retrieval.size import Size, check_room, size_of
-from eagle_train.training.assembly import renderer_of
+from eagle_train.training.assembly import renderer_of, today
 
 _LOG = logging.getLogger(__name__)
 _REPORTED = 10  # malformed rows that are reported
@@ -58,7 +57,7 @@ def _built(config: DatastoreConfig, out: Path) -> Built:
     check(not out.exists(), f"out={out}: exists; give another directory, or remove it")
     check_found(data)
     earlier = made_of_earlier(out) or {}
-    data.date = data.date or earlier.get("data.date") or str(datetime.date.today())
+    data.date = data.date or earlier.get("data.date") or today()
     renderer = renderer_of(config.target, data, load_config(config.target))
     for note in check_data(data, renderer):
         warnings.warn(note, stacklevel=1)

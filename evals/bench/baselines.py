@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Output, SamplingParams, Stats
+from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.inference.requests.sampling_keys import changed
 from eagle_train.models.target import Target
 from eagle_train.ops.threads import num_threads
@@ -38,7 +39,9 @@ class Transformers:
     """`transformers.generate`; with `prompt_lookup`, prompt lookup decoding with so many tokens; with `assistant`,
     assisted generation by that model of the same vocabulary. Both are for single prompts.
 
-    `threads`: how many of a CPU's it uses; all of torch's, until `tune` has measured.
+    `threads`: how many of a CPU's it uses; all of torch's, until `tune` has measured. `together`: the group of the
+    ranks that hold the model together, see `Target.together`. All have the same threads, on which rounding depends:
+    each rank takes the most likely tokens for itself.
     """
 
     def __init__(
@@ -47,9 +50,11 @@ class Transformers:
         stop_ids: frozenset[int],
         prompt_lookup: int | None = None,
         assistant: PreTrainedModel | None = None,
+        together: Any = None,
     ):
         self.model, self.stop_ids, self.prompt_lookup, self.assistant = model, stop_ids, prompt_lookup, assistant
-        self.threads = torch.get_num_threads()
+        self.ranks = Ranks(together)
+        self.threads = self.ranks.least_of_hosts([torch.get_num_threads()])[0]
 
     def tune(self, batch: Sequence[TimedRequest]) -> None:
         """Use as many threads as answer this batch fastest. Small products are slower with many threads, and the engine
@@ -63,7 +68,8 @@ class Transformers:
                 started = time.perf_counter()
                 self(batch)
                 seconds[self.threads].append(time.perf_counter() - started)
-        self.threads = min(counts, key=lambda number: statistics.median(seconds[number][1:]))
+        fastest = min(counts, key=lambda number: statistics.median(seconds[number][1:]))
+        self.threads = int(self.ranks.agreed(torch.tensor(fastest)))
 
     def __call__(self, batch: Sequence[TimedRequest]) -> list[Output]:
         with num_threads(self.threads):

@@ -148,15 +148,15 @@ def _side(session: Session[Any], contestant: Contestant, size: int, longest: int
 
 def _baselines(session: Session[Any], sides: Mapping[str, Side], size: int) -> dict[str, Transformers]:
     """transformers.generate, and for single prompts its ways to draft."""
-    model, stops = stock_model(session.target), session.requests.stop_ids
-    made = {TRANSFORMERS: Transformers(model, stops)}
+    model, stops, together = stock_model(session.target), session.requests.stop_ids, session.target.together
+    made = {TRANSFORMERS: Transformers(model, stops, together=together)}
     if size == 1:
-        made[LOOKUP] = Transformers(model, stops, session.config.prompt_lookup)
+        made[LOOKUP] = Transformers(model, stops, session.config.prompt_lookup, together=together)
         own = [getattr(side.drafter, "model", None) for side in sides.values()]
         vocab_size = session.target.identity.vocab_size
         fitting = [each for each in own if isinstance(each, Target) and each.identity.vocab_size == vocab_size]
         if fitting:
-            made[ASSISTED] = Transformers(model, stops, assistant=stock_model(fitting[0]))
+            made[ASSISTED] = Transformers(model, stops, assistant=stock_model(fitting[0]), together=together)
     return made
 
 
@@ -212,6 +212,7 @@ def measured(cell: Cell, batches: Batches, session: Session[Any]) -> tuple[list[
         if name in cell.sides:
             dispatcher = cell.sides[name].engine.dispatcher
             row |= {"made_s": cell.sides[name].made_s, "tree": tree_names(dispatcher, cell.batch_size)}
+            row = session.world.agreed(row)  # ranks' clocks differ, and a row is left out on all of them or on none
             if cell.batch_size == 1 and row["acceptance_per_depth"]:
                 try:
                     statistics.check_timing(row)

@@ -10,6 +10,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
+from eagle_train.distributed import ALONE, World
 from eagle_train.errors import UserError, check
 from eagle_train.inference import Engine
 from eagle_train.inference.drafters import drafter_name
@@ -79,10 +80,13 @@ class Variants:
     baselines: Callable[[Batch], dict[str, Transformers]]
 
 
-def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Iterator[dict[str, Any]]:
+def sweep(
+    config: SweepConfig, prompts: PromptSource, variants: Variants, world: World = ALONE
+) -> Iterator[dict[str, Any]]:
     """After each cell, what results.json says so far: a row for each cell and variant, how times grow, the breakdown of
-    each engine's rounds, `left_out`, see `checked`, and the first tree's figures on top. Raises UserError, before the
-    first cell, for prompts that do not fit."""
+    each engine's rounds, `left_out`, see `checked`, and the first tree's figures on top. `world`: the ranks that hold
+    the target together; what is left out follows from the first one's times. Raises UserError, before the first cell,
+    for prompts that do not fit."""
     cells = cells_of(config)
     fixed = [prompts.batches(config.repeats, cell.batch_size, cell.context_length) for cell in cells]
     arriving: list[list[Batch]] = [[] for _ in cells]
@@ -99,7 +103,8 @@ def sweep(config: SweepConfig, prompts: PromptSource, variants: Variants) -> Ite
         warm_up(everybody, batches[0])
         answered = take_turns(everybody, batches, 0, partial(_advance, bar, done))
         done += len(batches)
-        found, wrong = checked(config, cell, rows_of(config, cell, answered, batches, threads_of(baselines)))
+        own = rows_of(config, cell, answered, batches, threads_of(baselines))
+        found, wrong = checked(config, cell, world.agreed(own))  # ranks' clocks differ
         rows += found
         left_out += wrong
         if arrivals:

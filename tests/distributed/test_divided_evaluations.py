@@ -15,7 +15,7 @@ from eagle_train.errors import UserError
 from evals import ceilings, experiments, load_memory, loss_memory, stream_memory, train_throughput
 from tests.support.command_line import call, read_jsonl, write_jsonl
 from tests.support.divided_job import call_all
-from tests.support.eval_inputs import arguments, make_home
+from tests.support.eval_inputs import TEMPLATE, arguments, make_home
 from tests.support.fake_vllm import GOOD, interpreter
 from tests.support.processes import run, start_ranks
 from tests.support.switches import make_switches_home, switches_config
@@ -69,6 +69,7 @@ def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     home = make_home(tmp_path_factory.mktemp("divided"), width=128)
+    (home / "target" / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + TEMPLATE)
     write_jsonl(home / "chats.jsonl", CHATS)
     interpreter(home, ANSWERING)
     call_all(commands(home, home / "one"))

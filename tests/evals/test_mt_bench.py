@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from eagle_train.distributed import World
 from eagle_train.drafts import EagleDraft
 from eagle_train.inference import SamplingParams, TreePlan, chain
 from eagle_train.inference.decode.adaptive import Adaptive
@@ -246,6 +247,15 @@ def test_a_drafter_without_a_draft(home, tmp_path):
     assert "; drafter `eagle_train.inference.drafters.ngram.make_ngram` (max_draft_len=3, " in report
     assert "draft `None`" not in report
     assert "Train/serve" not in report
+
+
+def test_a_timing_that_cannot_be_right_is_judged_by_the_first_rank(home, tmp_path, capsys, monkeypatch):
+    """Whatever this rank's times are, so that all ranks end alike."""
+    first = {"speedup": 99.0, "speedup_interval": None}
+    monkeypatch.setattr(World, "agreed", lambda world, found: found | first)
+    given = arguments(home, f"out={tmp_path}/out", "limit=1", "max_tokens=4")
+    assert call(mt_bench.main, *given) == 2
+    assert "error: speed-up 99.000 exceeds " in capsys.readouterr().err
 
 
 def test_a_drafter_that_finds_nothing_is_one_line(home, tmp_path, capsys):

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, TypeGuard
@@ -30,6 +31,7 @@ Prompt = str | Listing[int] | Listing[dict]
 
 
 _THINKING = ("<think>", "</think>")
+_EPOCH, _MICROSECOND = datetime(1970, 1, 1), timedelta(microseconds=1)
 
 
 class Requests:
@@ -188,7 +190,7 @@ class Requests:
     def template(self) -> ChatTemplate:
         """The target's chat template. Raises UserError for `template_kwargs` that are invalid, or that it does not
         read."""
-        template = ChatTemplate(self.target.tokenizer, self.target.template_kwargs)
+        template = ChatTemplate(self.target.tokenizer, self.target.template_kwargs, clock=self._now)
         self._check_read(template, template.kwargs, "template_kwargs")
         return template
 
@@ -198,7 +200,13 @@ class Requests:
         if not variables:
             return self.template
         self._check_read(self.template, variables, "chat_template_kwargs")
-        return ChatTemplate(self.target.tokenizer, self.template.kwargs | dict(variables))
+        return ChatTemplate(self.target.tokenizer, self.template.kwargs | dict(variables), clock=self._now)
+
+    def _now(self) -> datetime:
+        """The time that templates read: the first rank's, for all ranks that hold the target together, since they must
+        render the same prompts."""
+        own = torch.tensor((datetime.now() - _EPOCH) // _MICROSECOND)
+        return _EPOCH + int(Ranks(self.target.together).agreed(own)) * _MICROSECOND
 
     def _check_read(self, template: ChatTemplate, variables: Mapping[str, Any], field: str) -> None:
         """Raise UserError, naming `field`, for variables that a template does not read."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.ops.linear import Linear
 from eagle_train.ops.norm import FastNorm
 from evals.bench.answering import serve
@@ -111,3 +112,15 @@ def test_transformers_uses_the_fastest_number_of_threads(clock, monkeypatch, all
     other.tune(timed_requests([7]))
     assert now == [number for each in tried * 4 for number in (each, all_of_them)]
     assert other.threads == fastest
+
+
+def test_ranks_try_and_take_as_many_threads_as_one_another(monkeypatch):
+    """This rank has more than another, and the first one is fastest with two."""
+    monkeypatch.setattr(Ranks, "least_of_hosts", lambda ranks, own: [min(4, *own)])
+    monkeypatch.setattr(Ranks, "agreed", lambda ranks, own: torch.full_like(own, 2))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    other, tried = Transformers(shared_target().model, frozenset()), []
+    monkeypatch.setattr(other, "answers", lambda batch: tried.append(other.threads) or [])
+    other.tune(timed_requests([7]))
+    assert (set(tried), other.threads) == ({1, 2, 4}, 2)

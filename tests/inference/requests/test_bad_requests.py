@@ -5,15 +5,19 @@ import os
 import string
 from collections import Counter
 from dataclasses import fields
+from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle_train.errors import HALF, UserError
-from eagle_train.inference import Engine, SamplingParams
+from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
 from eagle_train.inference.grammar.json_schema import OF_TYPE
+from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.inference.requests import requests as requests_module
 from tests.support.inside import active_in, inside, pool_of, runner_of
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
 from tests.support.tiny import shared_target, tiny_draft, tiny_target, tiny_tokenizer
@@ -473,6 +477,24 @@ def test_a_chat_needs_a_template():
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"^tiny-llama has no chat template: give prompts as texts$"):
         Engine(tiny_target(tokenizer=tokenizer)).add([{"role": "user", "content": "a"}])
+
+
+def test_a_template_reads_the_clock_of_the_first_rank(monkeypatch):
+    """Here it is a day and some minutes later than there. A rank alone has its own clock."""
+    first, here = datetime(2026, 7, 31, 23, 59, 7, 5), datetime(2026, 8, 2, 0, 3)
+    told = (first - datetime(1970, 1, 1)) // timedelta(microseconds=1)
+    monkeypatch.setattr(requests_module, "datetime", SimpleNamespace(now=lambda: here))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %H:%M:%S %f') }}"
+    made = Requests(tiny_target(tokenizer=tokenizer))
+    asked = [{"role": "user", "content": "a"}]
+
+    def rendered() -> str:
+        return made.template.render(asked, prompt=True)
+
+    assert rendered() == "02 00:03:00 000000"
+    monkeypatch.setattr(Ranks, "agreed", lambda ranks, own: own.fill_(told))
+    assert rendered() == "31 23:59:07 000005"
 
 
 def test_generate_that_was_interrupted_leaves_nothing_behind(monkeypatch):
