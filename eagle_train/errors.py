@@ -14,6 +14,9 @@ from eagle_train.terminal import printable
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")  # what a text of JSON may hold and UTF-8 may not
 HALF = "half of a surrogate pair: no text can be made of it"
+_TYPED = {"None": "null", "True": "true", "False": "false"}
+# Values as Python has them: of a field, "overlap=None", or of what is right, "must be True or False, or None".
+_PYTHONS = re.compile(r"(?:(?<==)|(?<=\bbe )|(?<=\bor ))(?:None|True|False)(?![\w./-])")
 
 
 class UserError(Exception):
@@ -97,7 +100,13 @@ def shown(value: Any) -> str:
     return " ".join(short.repr(value).split())
 
 
+def typed(value: Any) -> str:
+    """A value as a user types it on a command line: null, true, [2, 4]."""
+    return _TYPED.get(repr(value), str(value))
+
+
 def report(error: UserError) -> int:
-    """Print a user's mistake; returns the exit status."""
-    sys.stderr.write(f"error: {printable(' '.join(str(error).split()))}\n")  # at once, so that ranks' lines do not mix
+    """Print a user's mistake, with null, true and false as they are typed; returns the exit status."""
+    told = _PYTHONS.sub(lambda found: _TYPED[found[0]], " ".join(str(error).split()))
+    sys.stderr.write(f"error: {printable(told)}\n")  # at once, so that ranks' lines do not mix
     return 2

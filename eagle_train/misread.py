@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from eagle_train.errors import did_you_mean
+from eagle_train.errors import did_you_mean, typed
 from eagle_train.fields import FIELDS
 from eagle_train.settings import CONF_DIR
 from eagle_train.tree_names import ANY_TREE, TREES, tree_of
@@ -103,7 +103,7 @@ def one_of(group: str, value: str) -> str:
 def _wrong_choice(override: Override) -> str | None:
     """What is wrong with the choice of a group's option."""
     group, value = override.key_or_group, override.value()
-    said = f"{group}={'null' if value is None else value}"
+    said = f"{group}={typed(value)}"
     if override.is_delete():
         return None
     if override.is_add() or override.is_force_add():

@@ -22,7 +22,7 @@ from evals.bench.layer_search import Judge, search
 from evals.bench.report import loops
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
-from evals.bench.statistics import NO_DECODING, looping, token_ids
+from evals.bench.statistics import looping, no_decoding, token_ids
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ def main(values: DictConfig) -> None:
     for batch in batches_of(session.questions, config.batch_size):
         run.ask(batch, config.params)
     texts = [(answer.prompt, answer.output.token_ids) for answer in run.answers if len(answer.output.token_ids) > 1]
-    check(bool(texts), NO_DECODING)
+    check(bool(texts), no_decoding(config.max_tokens))
     found = search(Judge(session.target, texts, config.depth), session.target.config.num_hidden_layers)
     session.write(
         "layers.yaml", f"# By python -m evals.layer_skip; for drafter.layers.\nlayers: {list(found[0].layers)}\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from eagle_train.errors import check
+from eagle_train.errors import UserError
 from eagle_train.inference.drafters import drafter_name
 from eagle_train.models.draft_quantisation import Quant, quant_of
 from eagle_train.settings import build
@@ -28,9 +28,8 @@ from evals.bench.report import plot_acceptance
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.stage_clock import StageClock, runs_ahead
-from evals.bench.statistics import NO_DRAFTS, NOTHING_DRAFTED
 from evals.bench.train_serve import train_serve_check
-from evals.bench.trees import check_tree, have_one_depth, may_decline, tree_names
+from evals.bench.trees import check_tree, have_one_depth, may_decline, not_drafted, tree_names
 
 
 @dataclass(kw_only=True)
@@ -80,11 +79,12 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
     """The figures, in seconds unless a name says otherwise. Raises UserError where nothing was decoded, and where
     nothing was drafted though the tree drafts at every round."""
     answers, engine = speculative.answers, speculative.engine
-    compared = statistics.compare(plain.batches, speculative.batches)
+    compared = statistics.compare(plain.batches, speculative.batches, config.max_tokens)
     compared["speedup_interval"] = statistics.speedup_interval(plain.batches, speculative.batches)
     acceptance = statistics.acceptance(answers)
-    drafts = len(acceptance) > 0 or may_decline(engine)
-    check(drafts, NO_DRAFTS if config.is_eagle else NOTHING_DRAFTED)
+    if not acceptance and not may_decline(engine):
+        silent = f"drafter={drafter_name(config.spec)}: it drafted nothing for these questions; ask others"
+        raise UserError(not_drafted(engine, config.batch_size) if config.is_eagle else silent)
     if config.temperature > 0 and config.options.drafting != "greedy":
         compared["differing_answers"] = None  # two samples may well differ
     same_depth = have_one_depth(engine.dispatcher, config.batch_size)

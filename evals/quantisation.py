@@ -26,8 +26,7 @@ from evals.bench.quantised_drafts import LABELS, TimedRun, comparison, export_na
 from evals.bench.report import document, loops, made_on, sampling, several, subject
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
-from evals.bench.statistics import NO_DRAFTS, NOT_PAYING
-from evals.bench.trees import check_tree, may_decline, tree_names
+from evals.bench.trees import check_tree, not_drafted, tree_names
 
 SCOPE = {"ffn": "its feed-forward", "all_linear": "all its matrices"}
 NOTE = (
@@ -63,7 +62,7 @@ def main(values: DictConfig) -> None:
     runs = variants(session, check_fit(session.requests, session.questions, config.max_tokens), reasons)
     run_in_turn(list(runs.values()), session.questions, config.params, config.batch_size)
     found = {
-        "schemes": {scheme: measured(run, runs["none"]) for scheme, run in runs.items()},
+        "schemes": {scheme: measured(run, runs["none"], config) for scheme, run in runs.items()},
         "left_out": reasons,
         "scope": config.scope,
         "tree": tree_names(runs["none"].engine.dispatcher, config.batch_size),
@@ -89,16 +88,16 @@ def variants(session: Session[Config], longest: int, left_out: Mapping[str, str]
     return {name: TimedRun(session.engine(one, **options), session.requests, one) for name, one in drafters.items()}
 
 
-def measured(run: TimedRun, plain: TimedRun) -> dict[str, Any]:
+def measured(run: TimedRun, plain: TimedRun, config: Config) -> dict[str, Any]:
     """A scheme's figures, beside those of the draft as it is. Raises UserError where nothing was decoded.
 
     A round's drafting is the growth of the whole tree, LM head included: the paper's time to generate three tokens.
     Latencies are medians over the batches of questions, ratios those of the same batch.
     """
-    tpc, before = (statistics.decoded_tpc(each.answers) for each in (run, plain))
+    tpc, before = (statistics.decoded_tpc(each.answers, config.max_tokens) for each in (run, plain))
     stats = [answer.output.stats for answer in run.answers]
     pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
-    check(len(pairs) > 0, NOT_PAYING if may_decline(plain.engine) else NO_DRAFTS)
+    check(len(pairs) > 0, not_drafted(plain.engine, config.batch_size))
     own, other = ([seconds * 1e3 / rounds for seconds, rounds in drafting] for drafting in zip(*pairs, strict=True))
     answers = zip(run.answers, plain.answers, strict=True)
     return {

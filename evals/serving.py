@@ -75,7 +75,7 @@ def main(values: DictConfig) -> None:
     torch.cuda.empty_cache()  # vLLM needs all of a GPU's memory
     if not session.world.is_main:
         return
-    found |= compared(counted(answers), run_job(job, config.vllm, session.out))
+    found |= compared(counted(answers, config.max_tokens), run_job(job, config.vllm, session.out))
     session.report(found, markdown(found))
     session.say(summary(found), f"written to {session.out}: report.md, results.json, and vllm_job.json to vllm.log")
 

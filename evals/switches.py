@@ -101,7 +101,8 @@ def measured(session: Session[Config]) -> Iterator[list[dict[str, Any]]]:
     rows, bar = [], progress(len(cells), "switch")
     for count, (size, name) in enumerate(cells, 1):
         workload, figure = SWITCHES[name].workload, SWITCHES[name].figure
-        found = compared(answer_both(session, name, size), workload.newcomers, workload.asks_again)
+        answered = answer_both(session, name, size)
+        found = compared(answered, session.config.max_tokens, workload.newcomers, workload.asks_again)
         rows.append({"switch": name, "batch_size": size, "load": workload.text, "figure": figure, **found})
         bar.update(count)
         yield rows

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from eagle_train.errors import check
+from eagle_train.errors import check, typed
 from eagle_train.inference import EngineConfig, full
 from eagle_train.inference.decode.tree import MAX_NODES
 from eagle_train.models.draft_quantisation import Quant
@@ -26,7 +26,7 @@ from evals.bench.report import loops
 from evals.bench.requests import check_fit
 from evals.bench.round_times import AT_ONCE, TreeInTurn, best_of, round_seconds, two_chains
 from evals.bench.session import Session
-from evals.bench.statistics import NO_DECODING, looping
+from evals.bench.statistics import looping, no_decoding
 from evals.bench.tree_search import Candidate, acceptance, candidates, ranks_of
 from evals.bench.trees import unpaid
 
@@ -110,7 +110,7 @@ def plain_answers(session: Session[Config], run: Run) -> list[tuple[list[int], l
         run.ask(batch, config.params)
         bar.update(number)
     bar.close()
-    check(any(len(answer.output.token_ids) > 1 for answer in run.answers), NO_DECODING)
+    check(any(len(answer.output.token_ids) > 1 for answer in run.answers), no_decoding(config.max_tokens))
     return [(answer.prompt, answer.output.token_ids) for answer in run.answers]
 
 
@@ -126,7 +126,7 @@ def table(tried: list[Candidate], seconds: dict[int, list[float]]) -> list[dict[
 
 def table_yaml(tried: list[Candidate], seconds: dict[int, list[float]], options: EngineConfig) -> str:
     """The dispatcher's table: the tree of each largest batch size. `options`: the measured engines'."""
-    given = f"engine.compile={options.compile} engine.graphs={options.graphs}".lower().replace("none", "null")
+    given = f"engine.compile={typed(options.compile)} engine.graphs={typed(options.graphs)}"
     lines = [f"# Largest batch size: its tree, by python -m evals.tune_trees {given}. A root alone is no speculation."]
     for size, row in seconds.items():
         best = tried[best_of(tried, row)]

@@ -23,7 +23,7 @@ from eagle_train import generate, train
 from eagle_train.cli import as_typed, command, named_path, offer_trees
 from eagle_train.corpus.source import DataConfig
 from eagle_train.drafts import EagleConfig
-from eagle_train.errors import OptionError, UserError, check, within
+from eagle_train.errors import OptionError, UserError, check, report, typed, within
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.decode.dispatcher import Dispatcher
 from eagle_train.inference.decode.named_trees import load_tree
@@ -417,6 +417,24 @@ def test_an_option_error_names_each_field_as_it_is_typed():
         with pytest.raises(UserError) as caught, within(group):
             raise error
         assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("overlap=None: must be True or False, or None", "overlap=null: must be true or false, or null"),
+        ("give train.steps=None and x=True; is None=3 given?", "give train.steps=null and x=true; is None=3 given?"),
+        ("path=None.jsonl: None is there, x=NoneType", "path=None.jsonl: None is there, x=NoneType"),
+    ],
+)
+def test_a_mistake_is_told_with_values_as_they_are_typed(capsys, message, told):
+    assert report(UserError(message)) == 2
+    assert error_line(capsys) == told
+
+
+def test_a_value_as_it_is_typed():
+    values = (None, True, False, 3, "None", 0.5, [2, 4])
+    assert [*map(typed, values)] == ["null", "true", "false", "3", "None", "0.5", "[2, 4]"]
 
 
 def test_a_device_that_is_there():

@@ -542,7 +542,7 @@ def test_a_run_is_not_mixed_with_another(made, tmp_path, capsys):
     for change, message in (
         ("train.resume=false", "/run holds checkpoints"),
         ("draft.num_layers=2", "draft.num_layers=2: "),
-        (f"data.path={other}", f"data.path is '{other}', but was "),
+        (f"data.path={other}", f"data.path is {other}, but was "),
         (f"target={tmp_path}/target", f"target.path={tmp_path}/target: "),
     ):
         arguments = train_arguments(made, f"out={tmp_path}/run", "train.steps=3", change)

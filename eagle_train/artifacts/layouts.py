@@ -8,7 +8,7 @@ import torch
 
 from eagle_train.drafts import DraftConfig
 from eagle_train.drafts.layouts import WEIGHTS, Layout, Shapes, Tensors, first_of
-from eagle_train.errors import UserError, check
+from eagle_train.errors import UserError, check, typed
 from eagle_train.models.draft_quantisation import Quant
 from eagle_train.models.target import Identity
 
@@ -104,13 +104,8 @@ def _told(names: list[str], reason: str, draft: DraftConfig) -> str:
     who = (NAMES | _TARGET)[names[0]] if len(names) == 1 else "each"
     own = {each.name: each.default for each in fields(draft)} | {"first_token": "skip"}
     named = [name for name in re.findall(r"draft\.(\w+)", reason) if getattr(draft, name) != own[name]]
-    instead = ", ".join(f"draft.{name}={_override(own[name])}" for name in dict.fromkeys(named))
+    instead = ", ".join(f"draft.{name}={typed(own[name])}" for name in dict.fromkeys(named))
     return f"layout={','.join(names)}: {who} {reason}" + (f"; for it, train with {instead}" if instead else "")
-
-
-def _override(value: Any) -> str:
-    """A value as a user types it."""
-    return "null" if value is None else str(value).lower()
 
 
 def expected_shapes(layout: str, draft: DraftConfig, target: Identity) -> Shapes:

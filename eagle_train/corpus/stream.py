@@ -20,7 +20,7 @@ from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import MIN_TOKENS, DataConfig, open_source
 from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import ALONE, CommonError, World
-from eagle_train.errors import check
+from eagle_train.errors import check, typed
 
 _OPEN_ROWS = 16  # rows kept open for a document that fits; more give less padding and a larger state
 _COUNTED = 20_000  # rows in which tokens are counted for a draft's vocabulary
@@ -292,7 +292,7 @@ class Stream:
             saved = state["made_of"].get(key)
             check(
                 saved == value,
-                f"data.{key} is {value!r}, but was {saved!r} when the checkpoint was written: "
+                f"data.{key} is {typed(value)}, but was {typed(saved)} when the checkpoint was written: "
                 "resume with the same data",
             )
         state = copy.deepcopy(state)

@@ -38,7 +38,7 @@ def in_vllm(
         return _not_asked("the draft is not in vLLM's layout; eagle-export layout=vllm writes it")
     if shutil.which(vllm.python) is None:
         return _not_asked(f"vllm.python={vllm.python}: no such program; `bash launch/vllm.sh` makes it")
-    version, own, target = version_of(vllm.python), counts_of(outputs), requests.target
+    version, own, target = version_of(vllm.python), counts_of(outputs, config.max_tokens), requests.target
     prompts = [question.prompt for question in questions]
     job = job_for(
         config.target.path,

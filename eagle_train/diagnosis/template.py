@@ -12,7 +12,7 @@ from eagle_train.diagnosis.causes import Finding, NotChecked
 from eagle_train.diagnosis.learning import Learnt
 from eagle_train.diagnosis.measure import Measured, unexplained
 from eagle_train.diagnosis.texts import Question
-from eagle_train.errors import UserError, shown
+from eagle_train.errors import UserError, typed
 from eagle_train.inference import Requests
 
 LEAST_GAIN = 0.1
@@ -37,7 +37,7 @@ def other_templates(
     says of its data."""
     found, figures, silent = [], dict[str, Any](), list[NotChecked]()
     for kwargs, prompts in itertools.islice(_renderings(requests, questions, training), _MOST):
-        said = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items())
+        said = ", ".join(f"{name}={typed(value)}" for name, value in kwargs.items())
         try:
             other = examine(prompts)
         except UserError as error:  # hardly anything is answered there; the other checks stand

@@ -79,12 +79,13 @@ class Counts:
         }
 
 
-def counts_of(outputs: Sequence[Output]) -> Counts:
-    """Our engine's counts. Raises UserError where nothing was decoded."""
+def counts_of(outputs: Sequence[Output], max_tokens: int) -> Counts:
+    """Our engine's counts. Raises UserError where nothing was decoded; `max_tokens`: of the answers."""
     stats = [output.stats for output in outputs]
     accepted = [sum(rounds) for rounds in zip(*(each.accepted_per_depth for each in stats if each.calls), strict=True)]
     drafts = sum(each.calls for each in stats)
-    check(drafts > 0, "no answer has a second token, so nothing was drafted; raise max_tokens")
+    told = "no answer has a second token, so nothing was drafted"
+    check(drafts > 0, f"max_tokens={max_tokens}: {told}; raise it, or ask other questions")
     return Counts(drafts, accepted, [output.token_ids for output in outputs])
 
 

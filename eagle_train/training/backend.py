@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from eagle_train.drafts import Draft
-from eagle_train.errors import check
+from eagle_train.errors import check, typed
 from eagle_train.models.loading import PLACEMENTS
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 
@@ -73,7 +73,7 @@ class ParallelConfig:
             value = getattr(self, key)
             check(
                 value is None or self.backend == "fsdp2",
-                f"parallel.{key}={str(value).lower()}: parallel.backend={self.backend} does not read it; use fsdp2",
+                f"parallel.{key}={typed(value)}: parallel.backend={self.backend} does not read it; use fsdp2",
             )
         check(
             not self.offload_optimizer or self.backend in ("fsdp2", "deepspeed"),

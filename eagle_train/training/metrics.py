@@ -106,13 +106,13 @@ class WandbTracker:
         name: str | None = None,
         mode: str | None = None,
     ) -> None:
-        wanted = mode or os.environ.get("WANDB_MODE")
-        check(not wanted or wanted in _WANDB_MODES, f"tracking.mode={wanted}: give one of {', '.join(_WANDB_MODES)}")
+        field, wanted = ("tracking.mode", mode) if mode else ("WANDB_MODE", os.environ.get("WANDB_MODE"))
+        check(not wanted or wanted in _WANDB_MODES, f"{field}={wanted}: give one of {', '.join(_WANDB_MODES)}")
         import wandb
 
         settings = wandb.setup().settings
         has_key = settings.api_key or settings.identity_token_file or _in_netrc(settings.base_url)
-        check(has_key or wanted != "online", "tracking.mode=online: no W&B API key; set WANDB_API_KEY or use offline")
+        check(has_key or wanted != "online", f"{field}=online: no W&B API key; set WANDB_API_KEY or use offline")
         mode = wanted or settings.mode
         if mode == "online" and not has_key:
             mode = "offline"

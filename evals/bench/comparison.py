@@ -203,7 +203,7 @@ def measured(cell: Cell, batches: Batches, session: Session[Any]) -> tuple[list[
         engine.stage_times.clear()
     asked, answered = ask(cell, batches, session.requests)
     decoded = any(statistics.intervals(batch) for batch in answered[PLAIN])
-    check(decoded, f"task {cell.task.name}: {statistics.NO_DECODING}")
+    check(decoded, f"task {cell.task.name}: {statistics.no_decoding(session.config.max_tokens)}")
     stages = {name: stage_ms(engine, asked, answered[PLAIN]) for name, engine in cell.engines.items()}
     threads, rows, wrong = threads_of(cell.baselines), list[Row](), list[str]()
     for name, theirs in answered.items():
@@ -270,7 +270,7 @@ def stage_ms(engine: Engine, asked: Batches, plain: list[AnswerBatch]) -> dict[s
 def row_of(cell: Cell, name: str, plain: list[AnswerBatch], theirs: list[AnswerBatch], config: ComparisonConfig) -> Row:
     """The figures of one decoding in a cell, in seconds unless a name says otherwise."""
     answers = list(chain.from_iterable(theirs))
-    compared = statistics.compare(plain, theirs)
+    compared = statistics.compare(plain, theirs, config.max_tokens)
     differing = compared.pop("differing_answers")
     draws = config.options.drafting != "greedy" if name in cell.sides else name in cell.baselines
     is_same = config.temperature == 0 or not draws  # else two samples may well differ

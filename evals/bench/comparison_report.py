@@ -8,6 +8,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from eagle_train.artifacts.markdown import code, plain
+from eagle_train.errors import typed
 from evals.bench.report import (
     BY_DEPTH,
     TERMS,
@@ -240,7 +241,7 @@ def of_drafters(found: Found) -> str:
     for each in found["drafters"]:
         row = rows.get(each["name"], {"memory": {}, "tree": ""})  # none was right
         memory = row["memory"]
-        options = ", ".join(f"{key}={value}" for key, value in each["options"].items() if key != "alignment")
+        options = ", ".join(f"{key}={typed(value)}" for key, value in each["options"].items() if key != "alignment")
         cells.append(
             [
                 plain(each["name"]),

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eagle_train.artifacts import markdown as md
 from eagle_train.artifacts.markdown import code, plain
+from eagle_train.errors import typed
 from eagle_train.inference.requests.sampling_keys import changed
 from eagle_train.results import write_bytes, write_json, write_text
 
@@ -173,7 +174,7 @@ def subject(found: Found) -> str:
 
 def options(drafter: Found) -> str:
     """A drafter and its options."""
-    said = ", ".join(f"{key}={value}" for key, value in drafter.items() if key != "_target_")
+    said = ", ".join(f"{key}={typed(value)}" for key, value in drafter.items() if key != "_target_")
     return code(str(drafter.get("_target_", drafter.get("file")))) + (f" ({said})" if said else "")
 
 

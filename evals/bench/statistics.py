@@ -22,10 +22,6 @@ LOOP = 16  # tokens: shorter answers are not called loops
 RESAMPLES = 2000  # of the questions, for a bootstrap interval
 FEWEST = 6  # questions: a bootstrap over fewer has far less than the 95 % that it tells
 TOLERANCE = 0.05  # of a speed-up without an interval: what it may exceed tokens per call by
-NO_DRAFTS = "tree: no round was of a batch size that it drafts for, so there is nothing to measure; try chain3"
-NOT_PAYING = "tree: no drafts were expected to pay, so there is nothing to measure; try chain3, without engine.gate"
-NOTHING_DRAFTED = "drafter: it drafted nothing for these questions, so there is nothing to measure; ask others"
-NO_DECODING = "no answer has a second token, so no decoding was measured; raise max_tokens, or ask other questions"
 
 
 @dataclass(frozen=True)
@@ -49,11 +45,17 @@ def tpc(answers: Iterable[Answer]) -> float | None:
     return sum(s.tokens for s in stats) / calls if calls else None
 
 
-def decoded_tpc(answers: Iterable[Answer]) -> float:
-    """As `tpc`. Raises UserError where nothing was decoded."""
+def no_decoding(max_tokens: int) -> str:
+    """What to tell where nothing was decoded. `max_tokens`: of the answers."""
+    told = "no answer has a second token, so no decoding was measured"
+    return f"max_tokens={max_tokens}: {told}; raise it, or ask other questions"
+
+
+def decoded_tpc(answers: Iterable[Answer], max_tokens: int) -> float:
+    """As `tpc`. Raises UserError where nothing was decoded; `max_tokens`: as for `no_decoding`."""
     found = tpc(answers)
     if found is None:
-        raise UserError(NO_DECODING)
+        raise UserError(no_decoding(max_tokens))
     return found
 
 
@@ -342,15 +344,16 @@ def group(answers: list[Answer], plain: list[Answer]) -> dict[str, Any]:
     }
 
 
-def compare(plain: list[AnswerBatch], speculative: list[AnswerBatch]) -> dict[str, Any]:
+def compare(plain: list[AnswerBatch], speculative: list[AnswerBatch], max_tokens: int) -> dict[str, Any]:
     """Speculative against plain decoding of the same prompts in the same batches.
 
     `speedup`: the ratio of the mean times between tokens over all answers; `speedup_batch_median`: the median of that
-    ratio over the batches, which a disturbance of a few batches does not change. Raises UserError without decoding.
+    ratio over the batches, which a disturbance of a few batches does not change. Raises UserError without decoding;
+    `max_tokens`: as for `no_decoding`.
     """
     times = [[intervals(batch) for batch in pair] for pair in zip(plain, speculative, strict=True)]
     ratios = [fmean(before) / fmean(after) for before, after in times if before and after]
-    check(len(ratios) > 0, NO_DECODING)
+    check(len(ratios) > 0, no_decoding(max_tokens))
     before, after = (fmean(chain.from_iterable(side)) for side in zip(*times, strict=True))
     pairs = [pair for batches in zip(plain, speculative, strict=True) for pair in zip(*batches, strict=True)]
     return {

@@ -50,7 +50,7 @@ def answered(
     for batch in batches_of(questions, rows):
         answers += list(chain.from_iterable(answer_questions(engine, requests, batch, params)))
     return {
-        "tpc": statistics.decoded_tpc(answers),
+        "tpc": statistics.decoded_tpc(answers, config.max_tokens),
         "acceptance_per_depth": statistics.acceptance(answers),
         "looping_answers": statistics.looping(statistics.token_ids(answers)),
         "answers": statistics.by_question(answers),
@@ -108,8 +108,8 @@ def _speed_in_turn(
     others = [Run(engine_of(config, runs[name], tree, target, 1, longest), requests) for name, tree in pairs]
     run_in_turn([plain, *others], asked, config.sampling(pairs[0][0]), 1)
     for (name, tree), other in zip(pairs, others, strict=True):
-        measured = statistics.compare(plain.batches, other.batches)
-        measured |= {"tpc": statistics.decoded_tpc(other.answers)}
+        measured = statistics.compare(plain.batches, other.batches, config.max_tokens)
+        measured |= {"tpc": statistics.decoded_tpc(other.answers, config.max_tokens)}
         measured["interval"] = statistics.speedup_interval(plain.batches, other.batches)
         found[name][tree] = measured
         try:

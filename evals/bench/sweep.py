@@ -165,7 +165,8 @@ def rows_of(
             "decoding": name,
             "tpc": statistics.tpc(answers),
             "acceptance_per_depth": statistics.acceptance(answers),
-            **statistics.compare(answered[PLAIN], theirs),  # before the times: it raises where nothing was decoded
+            # Before the times: it raises where nothing was decoded.
+            **statistics.compare(answered[PLAIN], theirs, config.max_tokens),
             "speedup_interval": statistics.speedup_interval(answered[PLAIN], theirs),
             **statistics.times(answers),
             "tokens_per_s": median(speeds[name]),

@@ -86,11 +86,14 @@ def answer(variant: Variant, switch: Switch, engine: Engine, batch: Sequence[Tim
     return (variant.serve or switch.workload.serve)(engine, batch)
 
 
-def compared(answered: dict[str, list[AnswerBatch]], newcomers: int = 0, asks_again: bool = False) -> dict[str, Any]:
+def compared(
+    answered: dict[str, list[AnswerBatch]], max_tokens: int, newcomers: int = 0, asks_again: bool = False
+) -> dict[str, Any]:
     """Each variant's TPC and times in seconds, medians of the batches; and the time of `off` divided by that of `on`,
     the median of the batches, with its 95 % interval, None for fewer than 6 batches.
 
-    `newcomers`, `asks_again`: see `Workload`.
+    `max_tokens`: of the answers. `newcomers`, `asks_again`: see `Workload`. Raises UserError where nothing was decoded
+    in a batch.
     """
     asked = list(chain.from_iterable(answered["on"]))
     found: dict[str, Any] = {"looping_answers": statistics.looping(statistics.token_ids(asked))}
@@ -99,7 +102,7 @@ def compared(answered: dict[str, list[AnswerBatch]], newcomers: int = 0, asks_ag
     for side, batches in answered.items():
         answers = list(chain.from_iterable(batches))
         found |= {f"{side}_tpc": statistics.tpc(answers), f"{side}_prompts": len(answers)}
-        check(all(map(statistics.intervals, batches)), f"in a batch {statistics.NO_DECODING}")
+        check(all(map(statistics.intervals, batches)), f"in a batch: {statistics.no_decoding(max_tokens)}")
         times[side] = {
             "ttit": [fmean(statistics.intervals(batch)) for batch in batches],
             "ttft": [fmean(each.output.stats.ttft_s for each in batch[-newcomers:]) for batch in batches],

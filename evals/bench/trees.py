@@ -10,12 +10,18 @@ from eagle_train.inference import Dispatcher, Engine, OpenTree, PlanTree, Tree
 
 def check_tree(tree: Any, batch_size: int) -> None:
     """Raise UserError for a tree, or a table of trees, that drafts for no batch of up to this size."""
-    drafts = any(tree.max_depth > 0 for tree, _ in dispatched(Dispatcher(tree), batch_size))
+    dispatcher = Dispatcher(tree)
+    drafts = any(tree.max_depth > 0 for tree, _ in dispatched(dispatcher, batch_size))
     check(
         drafts,
-        f"tree: it drafts nothing at batch sizes up to batch_size={batch_size}, so there is nothing to measure; try "
-        "chain3",
+        f"{told_tree(dispatcher, batch_size)}: it drafts nothing at batch sizes up to batch_size={batch_size}, so "
+        "there is nothing to measure; try tree=chain3",
     )
+
+
+def told_tree(dispatcher: Dispatcher, batch_size: int = 1, gate: bool = False) -> str:
+    """What a message on the trees of batches of up to this size begins with. `gate`: as of EngineConfig."""
+    return f"tree ({tree_names(dispatcher, batch_size)}){' and engine.gate=true' if gate else ''}"
 
 
 def dispatched(dispatcher: Dispatcher, batch_size: int) -> list[tuple[PlanTree, list[int]]]:
@@ -38,8 +44,18 @@ def one_chain(tree: Any, gate: bool) -> Tree:
     chain = dispatcher.table[0][1].tree
     is_fixed = len(dispatcher.table) == 1 and not dispatcher.auto and not gate
     if not (isinstance(chain, Tree) and chain.is_chain and chain.max_depth > 0 and is_fixed):
-        raise UserError("tree: vLLM drafts one chain, whatever the batch; try chain3, without engine.gate")
+        told = told_tree(dispatcher, gate=gate)
+        raise UserError(f"{told}: vLLM drafts one chain, whatever the batch; try tree=chain3 engine.gate=false")
     return chain
+
+
+def not_drafted(engine: Engine, batch_size: int) -> str:
+    """What to tell where an engine with drafts drafted nothing at batch sizes up to this one."""
+    told = told_tree(engine.dispatcher, batch_size, engine.config.gate)
+    if may_decline(engine):
+        instead = "tree=chain3 engine.gate=false"
+        return f"{told}: no drafts were expected to pay, so there is nothing to measure; try {instead}"
+    return f"{told}: no round was of a batch size that it drafts for, so there is nothing to measure; try tree=chain3"
 
 
 def may_decline(engine: Engine) -> bool:

@@ -12,9 +12,9 @@ from evals.bench.session import Session
 from evals.bench.statistics import Answer
 
 
-def counted(answers: Sequence[Answer]) -> Counts:
-    """Our engine's counts. Raises UserError where nothing was decoded."""
-    return counts_of([answer.output for answer in answers])
+def counted(answers: Sequence[Answer], max_tokens: int) -> Counts:
+    """As `counts_of`."""
+    return counts_of([answer.output for answer in answers], max_tokens)
 
 
 def job_of(session: Session, prompts: list[list[int]]) -> dict[str, Any]:

@@ -107,7 +107,9 @@ def test_a_table_that_drafts_only_for_larger_batches_is_refused(home, tmp_path, 
     given = arguments(home, f"out={tmp_path}/out", f"tree={table}")
     for command in (mt_bench.main, quantisation.main):
         assert call(command, *given) == 2
-        assert "error: tree: it drafts nothing at batch sizes up to batch_size=1, so" in capsys.readouterr().err
+        assert (
+            "error: tree (no draft): it drafts nothing at batch sizes up to batch_size=1, so" in capsys.readouterr().err
+        )
         assert not (tmp_path / "out").exists()
 
 
@@ -118,7 +120,10 @@ def test_an_error_where_no_batch_had_a_size_that_is_drafted_for(home, tmp_path, 
     write_rows(tmp_path / "questions.jsonl", [{"prompt": "a"}] * 2)
     given = [f"out={tmp_path}/out", f"tree={table}", "batch_size=2", f"questions={tmp_path}/questions.jsonl"]
     assert call(mt_bench.main, *arguments(home, *given)) == 2
-    assert "error: tree: no round was of a batch size that it drafts for" in capsys.readouterr().err
+    assert (
+        "error: tree (chain1 (batch size 1), no draft (batch size 2)): no round was of a batch size"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.fixture
@@ -144,7 +149,7 @@ def test_where_no_drafts_pay_the_figures_are_those_of_decoding_without(home, tmp
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["answers.jsonl", "report.md", "results.json"]
 
     assert call(quantisation.main, *given) == 2
-    assert "error: tree: no drafts were expected to pay, so there is nothing to measure" in capsys.readouterr().err
+    assert "engine.gate=true: no drafts were expected to pay, so there is nothing to measure" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("noisy")
@@ -192,7 +197,7 @@ def test_a_tree_that_each_round_chooses(home, tmp_path):
         (["context_lengths=[256]"], "error: context_lengths=256: with max_tokens=12 beyond the 256 of"),
         (["documents=a.jsonl"], "error: documents=a.jsonl: needs context_lengths"),
         (["context_lengths=[64]", "documents=a.jsonl"], "error: documents=a.jsonl: no such file"),
-        (["max_tokens=1"], "error: no answer has a second token"),
+        (["max_tokens=1"], "error: max_tokens=1: no answer has a second token"),
         (["depth=3"], "error: depth=3: no such key"),
         (["out={home}/draft/config.json"], "error: out="),
     ],
@@ -263,7 +268,7 @@ def test_a_drafter_that_finds_nothing_is_one_line(home, tmp_path, capsys):
     write_rows(tmp_path / "questions.jsonl", [{"prompt": "b"}])
     given = [*nothing, f"questions={tmp_path}/questions.jsonl"]
     assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", *given)) == 2
-    assert "error: drafter: it drafted nothing for these questions" in capsys.readouterr().err
+    assert "error: drafter=ngram: it drafted nothing for these questions" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("noisy")

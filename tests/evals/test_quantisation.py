@@ -172,7 +172,7 @@ def test_exports_are_measured_too_and_go_into_a_card(home, tmp_path, capsys):
         ("scope=head", "error: scope=head: must be ffn or all_linear"),
         ("batch_size=0", "error: batch_size=0: must be at least 1"),
         ("tree.length=0", "error: tree: it drafts nothing"),
-        ("max_tokens=1", "error: no answer has a second token"),
+        ("max_tokens=1", "error: max_tokens=1: no answer has a second token"),
         ("draft.path=nowhere", "error: draft=nowhere: no config.json"),
     ],
 )
@@ -191,7 +191,10 @@ def test_an_error_where_no_batch_had_a_size_that_is_drafted_for(home, tmp_path, 
     write_rows(tmp_path / "questions.jsonl", [{"prompt": "a"}] * 2)
     given = [f"out={tmp_path}/out", f"tree={table}", "batch_size=2", f"questions={tmp_path}/questions.jsonl"]
     assert call(quantisation.main, *arguments(home, *given)) == 2
-    assert "error: tree: no round was of a batch size that it drafts for" in capsys.readouterr().err
+    assert (
+        "error: tree (chain1 (batch size 1), no draft (batch size 2)): no round was of a batch size"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("noisy")

@@ -64,7 +64,7 @@ def test_counts_are_those_of_the_other_evaluations(home):
         for together in answer_questions(engine, Requests(engine.target), questions, SamplingParams(max_tokens=12))
         for answer in together
     ]
-    counts = counted(answers)
+    counts = counted(answers, 12)
     assert counts.tpc == statistics.tpc(answers)
     assert counts.acceptance == statistics.acceptance(answers)
     assert counts.drafts > counts.accepted[0] > 0  # else the figures would say little
@@ -117,16 +117,16 @@ def test_ignore_eos_holds_in_both_engines(given, tmp_path):
     [
         ("vllm.python=nowhere/python", "error: vllm.python=nowhere/python: no such program; `bash launch/vllm.sh`"),
         ("draft.path=HOME/draft", "error: draft=HOME/draft: of layout=native; export it with layout=vllm"),
-        ("tree=n8", "error: tree: vLLM drafts one chain"),
-        ("tree.length=0", "error: tree: vLLM drafts one chain"),
-        ("tree=auto", "error: tree: vLLM drafts one chain"),
-        ("tree=dynamic", "error: tree: vLLM drafts one chain"),
-        ("engine.gate=true", "error: tree: vLLM drafts one chain"),
+        ("tree=n8", "error: tree (tree of 8 nodes, depth "),
+        ("tree.length=0", "error: tree (no draft): vLLM drafts one chain"),
+        ("tree=auto", "error: tree (auto: none, or of depth "),
+        ("tree=dynamic", "error: tree (trees by row of "),
+        ("engine.gate=true", "error: tree (chain3) and engine.gate=true: vLLM drafts one chain"),
         ("vllm.timeout_s=0", "error: vllm.timeout_s=0.0: must be above 0"),
         ("vllm.cpu_kv_gib=0", "error: vllm.cpu_kv_gib=0: must be at least 1"),
         ("vllm.arguments={model: other}", "error: vllm.arguments.model: follows from"),
         ("seed=3", "error: seed=3: decoding is greedy here, and nothing is drawn; leave it out"),
-        ("max_tokens=1", "error: no answer has a second token"),
+        ("max_tokens=1", "error: max_tokens=1: no answer has a second token"),
         ("draft.path=nowhere", "error: draft=nowhere: no config.json"),
     ],
 )

@@ -42,7 +42,7 @@ def home(tmp_path_factory) -> Path:
 )
 def test_rows_say_whether_noise_may_explain_them(interval, noise, ratio, verdict):
     """By the placebo's interval at the same batch size and figure, and by 1."""
-    found = compared({"off": [timed_answers(0.3, 0.02)], "on": [timed_answers(0.1, 0.01)]})
+    found = compared({"off": [timed_answers(0.3, 0.02)], "on": [timed_answers(0.1, 0.01)]}, max_tokens=9)
     placebo = {"switch": PLACEBO, "load": "some", "batch_size": 1, "figure": "ttit", **found}
     placebo |= {"ttft_speedup_interval": noise, "ttit_speedup_interval": (0.1, 0.2)}
     found |= {"ttft_speedup": 1.2, "ttft_speedup_interval": interval}
@@ -114,7 +114,7 @@ def test_prompts_that_do_not_fit_are_refused_before_anything_is_measured(home, t
         ("table=nowhere.yaml", "table=nowhere.yaml: no such file; python -m evals.tune_trees writes one"),
         ("table={home}/target/config.json", "tree.table={home}/target/config.json: must map batch sizes to trees, or"),
         ("tree=nowhere.yaml", "tree.table=nowhere.yaml: no such file"),
-        ("tree=chain0", "tree: it drafts nothing at batch sizes up to batch_size="),
+        ("tree=chain0", "tree (no draft): it drafts nothing at batch sizes up to batch_size="),
         ("draft=nowhere", "draft=nowhere: no config.json"),
         ("questions=nowhere.jsonl", "questions=nowhere.jsonl: no such file"),
     ],

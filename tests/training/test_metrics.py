@@ -227,7 +227,7 @@ def test_online_needs_a_key(tmp_path, no_key, monkeypatch):
     with pytest.raises(UserError, match=r"tracking\.mode=online.*WANDB_API_KEY"):
         WandbTracker(tmp_path, {}, mode="online")
     monkeypatch.setenv("WANDB_MODE", "sometimes")
-    with pytest.raises(UserError, match=r"tracking\.mode=sometimes.*offline"):
+    with pytest.raises(UserError, match=r"^WANDB_MODE=sometimes: .*offline"):
         WandbTracker(tmp_path, {})
 
 

@@ -46,7 +46,7 @@ from eagle_train.inference.decode.bookkeeping import FirstToken
 from eagle_train.inference.decode.logprobs import TokenLogprobs
 from eagle_train.inference.parallel.kv_pieces import Answer, first_blocks, layout, units_of, unpack
 from eagle_train.inference.parallel.lines import Deadline, Line
-from eagle_train.inference.parallel.prefill_server import check_draft
+from eagle_train.inference.parallel.prefill_server import check_draft, layout_options
 from eagle_train.inference.parts import Parts
 from eagle_train.inference.requests.prefiller import Chunk
 from eagle_train.inference.requests.sampling_params import is_number
@@ -135,7 +135,7 @@ class RemotePrefill:
     def _hand_out(self, sequences: list[Sequence]) -> None:
         """Divide sequences between the idle prefill processes, round-robin."""
         idle = [line for line, task in self._tasks.items() if task is None]
-        target, runner = self._parts.target, self._parts.runner
+        target, runner, options = self._parts.target, self._parts.runner, layout_options(self._parts)
         for place, line in enumerate(idle[: len(sequences)]):
             some = sequences[place :: len(idle)]
             starts = [sequence.num_computed for sequence in some]
@@ -144,6 +144,7 @@ class RemotePrefill:
                 "target": target.identity.fingerprint,
                 "dtype": str(target.dtype),
                 "layout": layout(runner.stores, runner.width),
+                "options": options,
                 "texts": [sequence.to_prefill for sequence in some],
                 "starts": starts,
                 # The texts are rendered already, and the values of a template's variables may be no JSON.

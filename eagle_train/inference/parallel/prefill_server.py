@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from eagle_train.errors import OptionError, check, one_line
+from eagle_train.errors import OptionError, UserError, check, one_line
+from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.decode.bookkeeping import FirstToken
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.kv_pieces import FAILED, HIDDEN, TOKENS, Send, Sender, layout
@@ -97,8 +98,10 @@ class PrefillServer:
         check(same, f"target {target.name}: the decode process has another")
         own, other = str(target.dtype), request["dtype"]
         check(own == other, f"target {target.name}: it is in {own} here, and the decode process has it in {other}")
-        same = layout(runner.stores, runner.width) == request["layout"]
-        check(same, "draft, divide_draft or prefix_cache: the decode process has another")
+        if layout(runner.stores, runner.width) != request["layout"]:
+            here, there = layout_options(self._parts), request["options"]
+            name = next((name for name in here if here[name] != there[name]), "draft")
+            raise UserError(f"{name}={here[name]}: the decode process has {there[name]}; give both the same")
 
     def _sequence(self, place: int, text: list[int], params: dict) -> Sequence:
         """What is prefilled for a text."""
@@ -109,6 +112,21 @@ class PrefillServer:
         sequence = Sequence(place, text, short, frozenset(), matcher, adjustment=adjustment)
         seat(sequence, drafters.seat(short.drafter), drafters)
         return sequence
+
+
+def layout_options(parts: Parts) -> dict[str, Any]:
+    """The options of an engine that `layout` follows from, as JSON has them; of a draft its name and the size of its
+    caches."""
+    drafters = parts.runner.drafters.by_name.items()
+    drafts = [f"{name} ({', '.join(map(_size_of, each.caches)) or 'no cache'})" for name, each in drafters]
+    config = parts.config
+    options = {"prefix_cache": config.prefix_cache, "divide_draft": config.divide_draft}
+    return {**options, "draft": ", ".join(drafts) or None}
+
+
+def _size_of(cache: PagedKV) -> str:
+    heads, width = cache.memory[0].shape[2:]
+    return f"{len(cache.layers)} layers of {heads} x {width}"
 
 
 def check_draft(parts: Parts) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_train.errors import typed
 from evals.bench.page.blocks import Block, Facts, Notes, Table
 from evals.bench.page.cautions import cautions, prompts_of
 from evals.bench.page.gather import TRAINING, Source
@@ -51,9 +52,7 @@ def overrides(config: Any, key: str = "") -> list[tuple[str, str]]:
         return [pair for name, value in config.items() for pair in overrides(value, f"{above}{name}")]
     if config is None or config in ({}, []):
         return []
-    if isinstance(config, bool):
-        return [(key, str(config).lower())]
-    return [(key, f"[{', '.join(map(str, config))}]" if isinstance(config, list) else str(config))]
+    return [(key, f"[{', '.join(map(typed, config))}]" if isinstance(config, list) else typed(config))]
 
 
 def command(source: Source) -> str:

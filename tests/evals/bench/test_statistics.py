@@ -77,12 +77,12 @@ def test_latency():
 def test_speed_up_over_everything_and_the_median_batch():
     plain = [[answer([1, 2], intervals_s=[2.0] * 4)], [answer([3], intervals_s=[2.0])], [answer([3], intervals_s=[9])]]
     fast = [[answer([1, 2], intervals_s=[1.0] * 4)], [answer([4], intervals_s=[0.5])], [answer([3], intervals_s=[3])]]
-    found = statistics.compare(plain, fast)
+    found = statistics.compare(plain, fast, 9)
     assert found["speedup"] == pytest.approx((19 / 6) / (7.5 / 6))
     assert found["speedup_batch_median"] == 3.0
     assert found["differing_answers"] == 1
-    with pytest.raises(UserError, match="no decoding was measured"):
-        statistics.compare([[answer([1])]], [[answer([1])]])
+    with pytest.raises(UserError, match=r"^max_tokens=1: no answer has a second token, so no decoding was measured"):
+        statistics.compare([[answer([1])]], [[answer([1])]], 1)
 
 
 @pytest.mark.usefixtures("few")

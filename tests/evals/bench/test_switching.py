@@ -143,7 +143,7 @@ def test_ratios_are_those_of_the_same_batch():
     """A disturbed batch changes no median."""
     off = [timed_answers(0.3, 0.02), timed_answers(0.6, 0.04), timed_answers(9.0, 9.0)]
     on = [timed_answers(0.1, 0.01), timed_answers(0.2, 0.02, (1, 1, 1)), timed_answers(9.0, 9.0)]
-    found = compared({"off": off, "on": on})
+    found = compared({"off": off, "on": on}, 9)
     assert (found["ttft_speedup"], found["ttit_speedup"]) == (pytest.approx(3), pytest.approx(2))
     assert (found["off_ttft_s"], found["on_ttit_s"]) == (pytest.approx(0.6), pytest.approx(0.02))
     assert (found["off_wait_s"], found["on_wait_s"]) == (pytest.approx(0.08), pytest.approx(0.02))
@@ -154,17 +154,17 @@ def test_ratios_are_those_of_the_same_batch():
 def test_intervals_are_those_of_the_batches_ratios():
     """Of 12 ratios, from the third to the third last, without the disturbed one; few ratios have no interval."""
     off = [timed_answers(0.1 * number, 0.01 * number) for number in [*range(12, 1, -1), 900]]
-    found = compared({"off": off, "on": [timed_answers(0.1, 0.01)] * 12})
+    found = compared({"off": off, "on": [timed_answers(0.1, 0.01)] * 12}, 9)
     assert found["ttft_speedup"] == pytest.approx(7.5)
     for key in FIGURES:
         assert found[f"{key}_speedup_interval"] == pytest.approx((4, 11))
-    assert compared({"off": off[:5], "on": off[:5]})["ttit_speedup_interval"] is None
+    assert compared({"off": off[:5], "on": off[:5]}, 9)["ttit_speedup_interval"] is None
 
 
 def test_the_ttft_is_the_newcomers():
     off, on = ([timed_answers(9.0, 0.1) + timed_answers(ttft, 0.1)] for ttft in (0.4, 0.1))
-    assert compared({"off": off, "on": on}, newcomers=1)["ttft_speedup"] == pytest.approx(4)
-    assert compared({"off": off, "on": on})["ttft_speedup"] == pytest.approx(9.4 / 9.1)
+    assert compared({"off": off, "on": on}, 9, newcomers=1)["ttft_speedup"] == pytest.approx(4)
+    assert compared({"off": off, "on": on}, 9)["ttft_speedup"] == pytest.approx(9.4 / 9.1)
 
 
 def test_waits_are_between_rounds():

@@ -19,6 +19,7 @@ from eagle_train.errors import OptionError, UserError
 from eagle_train.inference import Engine, EngineConfig, PrefillServer, RemotePrefill, SamplingParams, connect
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.parallel.lines import as_bytes, from_bytes
+from eagle_train.inference.parallel.prefill_server import layout_options
 from tests.support.disaggregated_job import answers
 from tests.support.inside import pool_of
 from tests.support.local_prefill import LocalPrefill, a_draft
@@ -152,8 +153,17 @@ def test_another_target_or_draft_prefills_nothing():
     with pytest.raises(UserError, match=wanted):
         server.prefill(own, None)
     own |= {"dtype": "torch.float32"}
-    with pytest.raises(UserError, match=r"^draft, divide_draft or prefix_cache: the decode process has another$"):
-        server.prefill(own, None)
+    options = layout_options(server._parts)
+    for name, there in (
+        ("prefix_cache", not options["prefix_cache"]),
+        ("divide_draft", True),
+        ("draft", None),
+        ("draft", options["draft"]),  # of other widths
+    ):
+        own["options"] = options | {name: there}
+        said = f"{name}={options[name]}: the decode process has {there}; give both the same"
+        with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+            server.prefill(own, None)
 
 
 def start_job(number: int, root: Path, stages: list[dict], faults: dict, shard_size: int = 1, **more) -> None:
