@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from eagle_train.errors import check
+from eagle_train.errors import check, typed
 from eagle_train.settings import build
 from evals.bench.config import DrafterConfig, check_sizes
 from evals.bench.contexts import packed
@@ -32,7 +32,7 @@ class AskedConfig(DrafterConfig):
         self.chosen = build(Suite, self.suite, "suite")
         title = self.chosen.title
         one = (title is None) != (self.questions is None)
-        check(one, f"questions={self.questions}: give a file of questions, or a suite; now suite is {title}")
+        check(one, f"questions={self.questions}: give a file of questions, or a suite; now suite is {typed(title)}")
         check(self.too_long in TOO_LONG, f"too_long={self.too_long}: must be {' or '.join(TOO_LONG)}")
         if self.context_lengths is not None:
             check_sizes("context_lengths", self.context_lengths)

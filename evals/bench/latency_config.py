@@ -54,8 +54,9 @@ class Config(SweepConfig):
             check(self.acceptance is None, f"acceptance={self.acceptance}: needs shapes; a real draft has its own")
             check(not self.plan, "plan=true: needs shapes, of which it is; give shapes=llama3_1_8b, say")
             return
-        for name, value in (("target", self.target), ("draft.path", self.draft.path), ("questions", self.questions)):
-            check(value is None, f"{name}: leave it out with shapes, whose weights and prompts are random")
+        own = {"target": None if self.target is None else self.target.path, "draft": self.draft.path}
+        for name, value in (own | {"questions": self.questions}).items():
+            check(value is None, f"{name}={value}: leave it out with shapes, whose weights and prompts are random")
         check(self.is_eagle, f"drafter={drafter_name(self.spec)}: leave it out with shapes, whose draft is random")
         check(self.relaxed_topk == 0, f"relaxed_topk={self.relaxed_topk}: leave it out with shapes, which simulate it")
         if self.plan:

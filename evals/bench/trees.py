@@ -19,7 +19,7 @@ def check_tree(tree: Any, batch_size: int) -> None:
     )
 
 
-def told_tree(dispatcher: Dispatcher, batch_size: int = 1, gate: bool = False) -> str:
+def told_tree(dispatcher: Dispatcher, batch_size: int, gate: bool = False) -> str:
     """What a message on the trees of batches of up to this size begins with. `gate`: as of EngineConfig."""
     return f"tree ({tree_names(dispatcher, batch_size)}){' and engine.gate=true' if gate else ''}"
 
@@ -44,7 +44,8 @@ def one_chain(tree: Any, gate: bool) -> Tree:
     chain = dispatcher.table[0][1].tree
     is_fixed = len(dispatcher.table) == 1 and not dispatcher.auto and not gate
     if not (isinstance(chain, Tree) and chain.is_chain and chain.max_depth > 0 and is_fixed):
-        told = told_tree(dispatcher, gate=gate)
+        first = dispatcher.table[0][0] if len(dispatcher.table) > 1 else 0  # rows, behind which the tree is another
+        told = told_tree(dispatcher, first + 1, gate)
         raise UserError(f"{told}: vLLM drafts one chain, whatever the batch; try tree=chain3 engine.gate=false")
     return chain
 

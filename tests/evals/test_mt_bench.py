@@ -61,7 +61,7 @@ def late(clock, monkeypatch) -> None:
 
 def test_a_report_that_cannot_be_right_is_not_written(home, tmp_path, monkeypatch, capsys):
     faster = {"speedup": 9.0, "speedup_batch_median": 9.0, "differing_answers": 0}
-    monkeypatch.setattr(statistics, "compare", lambda plain, speculative: faster)
+    monkeypatch.setattr(statistics, "compare", lambda plain, speculative, max_tokens: faster)
     assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", "limit=1")) == 2
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["answers.jsonl"]  # which say why
     captured = capsys.readouterr()
@@ -170,7 +170,7 @@ def test_a_tree_that_each_round_chooses(home, tmp_path):
         (["drafter=ngram"], "error: draft: drafter=ngram has no model; leave draft= out"),
         (["draft.path=null"], "error: draft is needed: give draft=DIR, or drafter=ngram, say"),
         (["drafter=ngram", "draft.path=null", "quant=fp8"], "error: quant.scheme=fp8: no draft to quantise"),
-        (["tree.length=0"], "error: tree: it drafts nothing"),
+        (["tree.length=0"], "error: tree (no draft): it drafts nothing"),
         (["draft.alignment=first"], "error: draft.alignment=first: must be accepted or last"),
         (["engine.drafting=best"], "error: engine.drafting='best': must be one of greedy, multinomial, "),
         (["limit=few"], "error: limit=few: must be a whole number"),
@@ -181,7 +181,7 @@ def test_a_tree_that_each_round_chooses(home, tmp_path):
             ["suite=gsm8k"],
             "error: questions={home}/questions.jsonl: give a file of questions, or a suite; now suite is G",
         ),
-        (["questions=null"], "error: questions=None: give a file of questions, or a suite; now suite is None"),
+        (["questions=null"], "error: questions=null: give a file of questions, or a suite; now suite is null"),
         (["suite.thinking=false"], "error: suite.thinking: needs suite=NAME"),
         (
             ["suite=gsm8k", "questions=null", "suite.path=nowhere"],

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,14 +54,15 @@ def test_ratios_are_those_of_the_same_batch(home, target):
     """A disturbed batch, and one without a round, change no median."""
     engine = made(home, target)
     plain = run(engine, [(0.010, 10), (0.0, 0), (0.030, 10), (0.500, 10)], 8)
-    found = measured(run(engine, [(0.008, 10), (0.0, 0), (0.018, 10), (0.500, 5)], 7), plain)
+    config = SimpleNamespace(max_tokens=8, batch_size=1)
+    found = measured(run(engine, [(0.008, 10), (0.0, 0), (0.018, 10), (0.500, 5)], 7), plain, config)
     assert found["draft_latency_ms"] == pytest.approx(1.8)
     assert found["relative_draft_latency"] == pytest.approx(0.8)
     assert (found["tpc"], found["tpc_change"], found["tokens"], found["calls"]) == (7 / 4, 7 / 8 - 1, 7, 4)
     assert found["acceptance_per_depth"] == [3 / 4, 1 / 4]
     assert found["differing_answers"] == 1
-    assert measured(plain, plain)["tpc_change"] == 0
-    assert measured(plain, plain)["differing_answers"] == 0
+    assert measured(plain, plain, config)["tpc_change"] == 0
+    assert measured(plain, plain, config)["differing_answers"] == 0
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -171,7 +173,7 @@ def test_exports_are_measured_too_and_go_into_a_card(home, tmp_path, capsys):
     [
         ("scope=head", "error: scope=head: must be ffn or all_linear"),
         ("batch_size=0", "error: batch_size=0: must be at least 1"),
-        ("tree.length=0", "error: tree: it drafts nothing"),
+        ("tree.length=0", "error: tree (no draft): it drafts nothing"),
         ("max_tokens=1", "error: max_tokens=1: no answer has a second token"),
         ("draft.path=nowhere", "error: draft=nowhere: no config.json"),
     ],

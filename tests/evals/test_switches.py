@@ -174,9 +174,9 @@ def test_switches_that_show_at_no_batch_size(home, names, capsys):
 def test_a_row_tells_how_many_prompts_were_asked():
     """But for a load that is about prompts that come again."""
     answered = {side: [timed_answers(1.0, 0.5), timed_answers(1.0, 0.5)] for side in ("off", "on")}
-    row = compared(answered)
+    row = compared(answered, max_tokens=9)
     assert (row["on_prompts"], row["distinct_prompts"]) == (2, 1)
-    assert "distinct_prompts" not in compared(answered, asks_again=True)
+    assert "distinct_prompts" not in compared(answered, max_tokens=9, asks_again=True)
     assert {name for name, each in SWITCHES.items() if each.workload.asks_again} == {"persistent_kv", "host_kv"}
 
 

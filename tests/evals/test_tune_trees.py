@@ -233,7 +233,7 @@ def test_timed_rounds_are_recorded_as_graphs(home, tmp_path, monkeypatch):
 def test_graphs_without_a_gpu_are_refused_before_a_target_is_loaded(home, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(session, "load_target", None)
     assert call(tune_trees.main, *arguments(home, f"out={tmp_path}/out", "device=cpu", "engine.graphs=true")) == 2
-    assert capsys.readouterr().err == "error: engine.graphs=True: needs a GPU; the device is cpu\n"
+    assert capsys.readouterr().err == "error: engine.graphs=true: needs a GPU; the device is cpu\n"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_graphs_without_a_gpu_are_refused_before_a_target_is_loaded(home, tmp_pa
         ("nodes=[2,1400]", "error: nodes=[2, 1400]: depth=5 and children=4 make trees of at most 1023"),
         ("max_tokens=1", "error: max_tokens=1: must be at least 2, for there to be decoding"),
         ("engine.compile=maybe", "error: engine.compile=maybe: must be true or false"),
-        ("engine.graphs=true", "error: engine.graphs=True: needs a GPU; the device is cpu"),
+        ("engine.graphs=true", "error: engine.graphs=true: needs a GPU; the device is cpu"),
         ("full=[3]", "error: full: must be a list of lists, as full=[[...], [...]]"),
         ("full=[[9,2]]", "error: full=[[9, 2]]: [9, 2] goes beyond depth=5 and children=4"),
         ("full=[[0,2]]", "error: tree.depth is 0; it must be a whole number, at least 1"),
