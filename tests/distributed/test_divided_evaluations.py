@@ -50,7 +50,7 @@ def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
         asked("tune_trees", "batch_sizes=[1,2]", "depth=2", "children=2", "nodes=[3]", "full=[]", "rounds=1"),
         asked("quantisation", "tree=chain2", "batch_size=2", "scope=all_linear", "limit=2"),
         asked("switches", *few, *lengths, f"switches=[{names}]", "batch_sizes=[2]"),
-        ("eagle_train.regenerate", [f"target={home}/target", *data, f"out={out}/answers.jsonl", "max_tokens=9"]),
+        ("eagle_train.regenerate", [f"target={home}/target", *data, f"out={out}/answers.jsonl", "max_tokens=3"]),
         (
             "eagle_train.export",
             [
@@ -69,7 +69,7 @@ def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     home = make_home(tmp_path_factory.mktemp("divided"), width=128)
-    (home / "target" / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + TEMPLATE)
+    (home / "target" / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}" + TEMPLATE)
     write_jsonl(home / "chats.jsonl", CHATS)
     interpreter(home, ANSWERING)
     call_all(commands(home, home / "one"))
@@ -196,7 +196,10 @@ def test_serving(home):
 @pytest.mark.ranks
 def test_a_launcher_starts_one(home, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    template = tmp_path / "template.jinja"
+    template.write_text("2026-07-31" + TEMPLATE)  # the day on which all others were asked
     given = arguments(home, f"out={tmp_path}/out", "device=cpu", "tree=d2_bf2", "batch_size=2")
+    given += [f"target.chat_template={template}"]
     done = run([*launcher, "evals.mt_bench", *given], env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("written to ") == 1
