@@ -69,7 +69,7 @@ def cell_of(tmp_path):
 
 
 def config_of(temperature=0.0, drafting="greedy"):
-    return SimpleNamespace(temperature=temperature, options=SimpleNamespace(drafting=drafting))
+    return SimpleNamespace(temperature=temperature, max_tokens=9, options=SimpleNamespace(drafting=drafting))
 
 
 @pytest.fixture
