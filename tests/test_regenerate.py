@@ -645,8 +645,8 @@ def test_a_run_that_goes_on_another_day_renders_the_day_it_began(made, tmp_path,
 
 def test_all_ranks_render_with_the_first_ones_date(made, tmp_path, monkeypatch):
     """This one is the second, on whose node it is tomorrow."""
-    told = iter(["2026-07-31", RowLog(tmp_path / "out.jsonl", {})])
-    second = SimpleNamespace(is_main=False, size=2, agreed=lambda own: next(told))
+    told = iter([None, "2026-07-31", RowLog(tmp_path / "out.jsonl", {})])  # by the first: the lock, and what it finds
+    second = SimpleNamespace(is_main=False, size=2, by_main=lambda work: next(told))
     monkeypatch.setattr(whole_run, "today", lambda: "2026-08-01")
     dates = []
     monkeypatch.setattr(whole_run, "answer_by_engine", lambda config, *_: dates.append(config.data.date) or iter(()))

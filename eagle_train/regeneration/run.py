@@ -27,10 +27,9 @@ def regenerate(config: RegenerateConfig, world: World = ALONE) -> None:
     """
     source = open_source(config.data)
     dialogue_of(1, next(source.rows()), config.data)  # raises before a weight is loaded
-    config.data.date = world.agreed(_date_of(config) if world.is_main else None)
+    config.data.date = world.by_main(lambda: _date_of(config))
     settings = _settings(config, source.identity())
-    log = world.agreed(RowLog(Path(config.out), settings) if world.is_main else None)
-    assert log is not None  # the first rank's, of which the others use what is done
+    log = world.by_main(lambda: RowLog(Path(config.out), settings))  # of which the others use what is done
     last = None if config.limit is None else max(log.done, config.limit)
     again = log.left_out if config.retry_left_out else frozenset()
     first = min([log.done, *(number - 1 for number in again)])

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -64,7 +63,7 @@ class Session(Generic[C]):
             self.questions = read_questions(config.questions, getattr(config, "limit", None))
             if self.world.is_main:
                 tell_bundled(config.questions, config.target.path)
-        self.out = prepared(config.out) if self.world.is_main else Path(config.out)
+        self.out = self.world.by_main(lambda: prepared(config.out))
 
     @cached_property
     def target(self) -> Target:
