@@ -25,7 +25,9 @@ LOOK_S = 5
 IDLE_S, IDLE_CPU_S = 180, 5.0  # a launcher that only waits uses less; whoever works uses more, on any busy machine
 SETTINGS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONFAULTHANDLER": "1"}
 HERE = Path(__file__).parent
-IMPORTED = "deepspeed.runtime.zero.muon.muon_optimizer"  # by DeepSpeed when it begins, and with it torch's compiler
+# By DeepSpeed when it begins, and with it torch's compiler, and when it asks what it can compile.
+IMPORTED = ("deepspeed.runtime.zero.muon.muon_optimizer", "setuptools")
+FROZEN = f"{__package__}.frozen"
 
 
 def free_port(first: int = 10_000) -> int:
@@ -120,7 +122,7 @@ def start_ranks(number: int, job: str, *arguments: Any, threads: int = 1, awaite
     fails. They are forks of a process that has imported torch, and meet at a store of this process's. With `awaited`
     the first so many must end well, and the others are ended then."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.processes", "tests.support.ranks_job", IMPORTED])
+    context.set_forkserver_preload([f"{__package__}.processes", f"{__package__}.ranks_job", *IMPORTED, FROZEN])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(number)]
@@ -155,6 +157,7 @@ def one_rank(job: str, arguments: tuple, rank: int, size: int, port: int, thread
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable(2)
+    assert FROZEN in sys.modules, "the process that ranks are forked from passes over what it cannot import"
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(threads)
