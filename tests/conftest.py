@@ -26,6 +26,7 @@ from torch.fx import GraphModule
 
 from eagle_train.terminal import log_to_stderr
 from evals.bench import statistics
+from tests.support import kept
 from tests.support.command_line import save_target
 from tests.support.slow import TESTS, slow_tests
 
@@ -35,6 +36,16 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch
 
 # Files that take minutes, which come first: the last ones that processes are given should be short.
 LONG = ("test_launch", "test_every_drafter", "test_ranks", "test_lossless", "test_tensor_parallel")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        kept.begin()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        kept.end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,6 +29,7 @@ from eagle_train.drafts import (
 from eagle_train.drafts.kind import Rows
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
+from tests.support.kept import kept
 
 D = TypeVar("D", bound=Draft)
 SIZES = {
@@ -217,6 +218,7 @@ def tiny_peagle(target: Target, seed: int = 0, **overrides) -> PeagleDraft:
     return randomised(PeagleDraft(shape), seed)
 
 
+@kept
 def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
     """A draft that agrees with the target now and then: a moment's training on random tokens, mended by DESIGN 3.2."""
     draft = EagleDraft(EagleConfig.from_target(target.config, **{"num_layers": 1} | overrides)).init_weights(0)
@@ -237,23 +239,27 @@ def trained_draft(target: Target, steps: int = 150, **overrides) -> Draft:
     return draft.requires_grad_(False)
 
 
+@kept
 def trained_eagle3(target: Target, steps: int = 150, **overrides) -> Eagle3Draft:
     """The same of EAGLE-3, by its own losses."""
     shape = Eagle3Config.from_target(target.config, **{"layers": [1], "steps": 3} | overrides)
     return _trained(Eagle3Draft(shape), target, steps)
 
 
+@kept
 def trained_medusa(target: Target, steps: int = 150, temperature: float = 0.0, **overrides) -> MedusaDraft:
     """The same of Medusa heads, on texts that the target wrote: of random ones nobody knows the second next token."""
     draft = MedusaDraft(MedusaConfig.from_target(target.config, **overrides))
     return _trained(draft, target, steps, _written(target, temperature))
 
 
+@kept
 def trained_mtp(target: Target, steps: int = 150, **overrides) -> MtpDraft:
     """The same of an MTP module, by its own losses."""
     return _trained(MtpDraft(MtpConfig.from_target(target.config, **overrides)), target, steps)
 
 
+@kept
 def trained_peagle(target: Target, steps: int = 150, **overrides) -> PeagleDraft:
     """The same of P-EAGLE, on texts that the target wrote, as Medusa heads."""
     small = {"layers": [1], "steps": 5, "num_layers": 1}

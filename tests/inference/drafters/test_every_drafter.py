@@ -285,9 +285,9 @@ def test_two_ranks_answer_as_one_process_does(tmp_path):
     """That divide the target, or hold it each, with each kind of drafter."""
     target_of("llama").model.save_pretrained(tmp_path)
     target_of("llama").tokenizer.save_pretrained(tmp_path)
-    start_ranks(2, "drafters_job", tmp_path)
     whole = load_target(TargetConfig(str(tmp_path)), "cpu")
     alone = {"replicated": outcomes(whole, OF_ITS_OWN), "tensor": outcomes(whole)}
+    start_ranks(2, "drafters_job", tmp_path)
     for rank in range(2):
         found = json.loads((tmp_path / f"found-{rank}.json").read_text())
         assert found["tensor"].keys() == KINDS.keys()
