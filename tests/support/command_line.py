@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hydra._internal.hydra import Hydra
 
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -20,8 +21,13 @@ TEMPLATE = (
 
 
 def call(main: Callable[[], None], *arguments: str) -> int:
-    """The exit status of a command with these arguments; an exception that a shell would show as a traceback rises."""
+    """The exit status of a command with these arguments; an exception that a shell would show as a traceback rises.
+
+    Where nothing names `hydra.mode`, Hydra does not compose the whole config once more to read it: 0.13 s of 0.31 s.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        if not any(each.startswith("-") or "hydra" in each for each in arguments):
+            patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # what it returns where the config has none
         patch.setattr(sys, "argv", ["command", *arguments])
         patch.setenv("HYDRA_FULL_ERROR", "1")  # commands set it themselves, and it must not stay
         patch.delenv("HYDRA_FULL_ERROR")
