@@ -377,7 +377,7 @@ def test_texts_of_others_are_found():
 def test_another_template_is_found():
     found = examined(PLACE / "eagle", target=replace(TARGET, template_kwargs={"shout": True}))
     assert causes(found) == ["template"]
-    assert "shout=False" in found.findings[0].measured
+    assert "shout=false" in found.findings[0].measured
 
 
 def test_contexts_that_are_too_long_are_found():

@@ -350,7 +350,7 @@ def test_results_are_of_the_questions_and_the_target_that_are_there(home, in_pro
 
 
 def test_a_timing_that_cannot_be_right_costs_no_other_result(home, in_process, tmp_path, monkeypatch, capsys):
-    def measured(plain, other):
+    def measured(plain, other, max_tokens):
         return {"speedup": 9.0, "speedup_batch_median": 9.0, "differing_answers": 0}
 
     arguments = given(home, "only=[base]", f"out={tmp_path}/out", "timed_questions=1")
