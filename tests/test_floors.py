@@ -21,6 +21,7 @@ FLOORS = {
     "eagle_train.tree_names": 1,
     "eagle_train.transformers_private": 1,
     "eagle_train.distributed": 1,
+    "eagle_train.one_writer": 1,
     "eagle_train.models": 2,
     "eagle_train.corpus": 2,
     "eagle_train.drafts": 3,

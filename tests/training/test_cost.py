@@ -794,7 +794,7 @@ needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpe
         ),
         pytest.param(
             ["parallel=deepspeed_zero2", "+parallel.zero.overlap_com=true"],
-            "parallel.zero.overlap_com=True: Extra inputs are not permitted",
+            "parallel.zero.overlap_com=true: Extra inputs are not permitted",
             marks=needs_deepspeed,
         ),
         pytest.param(
