@@ -56,13 +56,13 @@ def summary(found: Found) -> str:
     tasks = max(4, *(len(row["task"]) for row in found["rows"])) + 2
     lines = [
         f"{'task':<{tasks}}{'batch':>5}  {'decoding':<{wide}}{'TPC':>5}{'TTIT p50':>12}{'tokens/s':>10}"
-        f"{'speed-up':>10}{'equal':>9}"
+        f"{'speed-up':>10}{'equal':>16}"
     ]
     for row in found["rows"]:
         lines.append(
             f"{row['task']:<{tasks}}{row['batch_size']:>5}  {decoding(row):<{wide}}{number(row['tpc']):>5}"
             f"{ms(row['ttit_p50_s']):>12}{number(row['tokens_per_s'], 1):>10}{number(row['speedup']):>10}"
-            f"{equal(row):>9}"
+            f"{equal(row):>16}"
         )
     if found["lossy"]:
         lines.append(f"{lossy(found['config'])}: answers may be others than the target's own")

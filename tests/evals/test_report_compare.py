@@ -144,7 +144,7 @@ def test_of_five_questions_nothing_is_told(tmp_path):
 
 def test_an_old_interval_of_two_questions_tells_nothing(tmp_path):
     for name, ends in (("old", [0.8, 0.9]), ("new", [1.5, 1.6])):
-        change = {"answers": 2, "speedup": sum(ends) / 2, "speedup_interval": ends}
+        change = {"answers": 2, "distinct_prompts": 2, "speedup": sum(ends) / 2, "speedup_interval": ends}
         published(tmp_path / f"{name}.json", "compare", lambda rows, own=change: rows[1].update(own))
     assert call(report.main, f"compare=[{tmp_path}/old.json,{tmp_path}/new.json]", f"out={tmp_path}/out") == 0
     judged = json.loads((tmp_path / "out/comparison.json").read_text())
@@ -171,7 +171,7 @@ def test_intervals_that_do_not_overlap(tmp_path):
     assert call(report.main, f"compare=[{old},{new}]", f"out={tmp_path}/out") == 0
     judged = json.loads((tmp_path / "out/comparison.json").read_text())
     said = {each["new"]["of"]: each["verdict"] for each in judged if each["verdict"] in ("better", "worse")}
-    assert said == {"eagle, heldout, batch size 1": "worse", "eagle2, heldout, batch size 1": "better"}
+    assert said == {"chain3, heldout, batch size 1": "worse", "chain2, heldout, batch size 1": "better"}
 
 
 def test_another_config_is_not_compared_and_named(tmp_path):
@@ -210,18 +210,18 @@ def test_a_guard_that_compared_nothing_fails(tmp_path, capsys):
 )
 def test_a_figure_that_has_vanished_fails(tmp_path, capsys, change, said):
     found = json.loads((PUBLISHED / "compare.json").read_text())
-    found["rows"] = [row | change(row) if row["decoding"] == "eagle" else row for row in found["rows"]]
+    found["rows"] = [row | change(row) if row["decoding"] == "chain3" else row for row in found["rows"]]
     (tmp_path / "new.json").write_text(json.dumps(found))
     given = [f"compare=[{PUBLISHED}/compare.json,{tmp_path}/new.json]", f"out={tmp_path}/out"]
     assert call(report.main, *given) == 0
     assert "Nothing is shown to be worse. Figures of OLD are missing in NEW" in capsys.readouterr().out
     assert call(report.main, *given, "fail_on_worse=true") == 2
-    lost = f"compare, eagle, heldout, batch size 1: {said} (not in NEW)"
+    lost = f"compare, chain3, heldout, batch size 1: {said} (not in NEW)"
     assert (
-        f"error: fail_on_worse=true: figures of OLD are missing in NEW: {lost}, and 1 more" in capsys.readouterr().err
+        f"error: fail_on_worse=true: figures of OLD are missing in NEW: {lost}, and 2 more" in capsys.readouterr().err
     )
     listed = (tmp_path / "out/report.md").read_text().partition("Not compared")[2]
-    assert listed.replace("\\", "").count(f"{said} (not in NEW)") == 2  # at both batch sizes
+    assert listed.replace("\\", "").count(f"{said} (not in NEW)") == 3  # at each batch size
     assert ("renamed, heldout" in listed) == ("renamed" in str(found))
 
 

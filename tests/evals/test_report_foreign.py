@@ -122,10 +122,10 @@ def test_a_table_beside_published_figures_leaves_out_what_it_cannot_show(tmp_pat
 
 def test_names_with_control_characters_are_drawn(tmp_path):
     found = json.loads((PUBLISHED / "compare.json").read_text())
-    found["rows"] = [row | {"task": "a\x0bb\ud800"} for row in found["rows"] if row["decoding"] in ("plain", "eagle")]
+    found["rows"] = [row | {"task": "a\x0bb\ud800"} for row in found["rows"] if row["decoding"] in ("plain", "chain3")]
     (tmp_path / "found.json").write_text(json.dumps(found))
     said = markdown(page_of(gather([str(tmp_path)]))).replace("\\", "")
-    assert "eagle, ax0bbud800, batch size 1" in said
+    assert "chain3, ax0bbud800, batch size 1" in said
     assert "Not read" not in said
 
 

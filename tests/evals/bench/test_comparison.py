@@ -244,6 +244,13 @@ def test_points_and_their_front(tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_more_drafters_than_colors_are_told_apart(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Axes, "errorbar", lambda axes, *_, **look: drawn.append((look["color"], look["fmt"])))
+    plot_pareto(found_of(*(("a", f"d{place}", 1, 1.5, 9) for place in range(23))), tmp_path / "p.png")
+    assert len(set(drawn)) == 23
+
+
 def test_names_with_dollar_signs_are_no_formulas(tmp_path):
     name, tpc = r"$\foo$", {"tpc": 2.0, "low": 1.9, "high": 2.1}
     plot_pareto(found_of(("a", name, 1, 1.5, 9)), tmp_path / "p.png")
