@@ -157,7 +157,7 @@ class _Build:
         rows = run.train.micro_batch_rows, run.data.row_tokens
         _, self.compiled = with_compiled_target(parallel, self.target, *rows, self.layers)
         stream = Stream(run.data, renderer, run.train.micro_batch_rows, self.world)
-        self.walk = new_walk(run, stream, set(begun.known))
+        self.walk = new_walk(run, stream, begun.known)
         self.made_of = json.loads(json.dumps(self._made_of(stream)))
         self._begin(begun)
         self.layout = layout_of(run, self.target.dtype)

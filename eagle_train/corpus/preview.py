@@ -89,11 +89,12 @@ def check_same_data(config: DataConfig, world: World) -> None:
     own = world.by_each(lambda: {(each.field, each.path): each.source.identity() for each in _opened_sources(config)})
     first, *others = world.exchange(own)
     for rank, seen in enumerate(others, 1):
-        differing = [place for place, identity in seen.items() if identity != first[place]]
-        for name, path in differing[:1]:
-            raise CommonError(
+        for (name, path), identity in seen.items():
+            check(
+                identity == first[name, path],
                 f"{name} is {path}; rank {rank} finds other files there than rank 0, by their names or sizes: give a "
-                "directory that all nodes share, or the same copy on each"
+                "directory that all nodes share, or the same copy on each",
+                CommonError,
             )
 
 

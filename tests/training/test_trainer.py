@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 
+from eagle_train import train
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.corpus.source import DataConfig
 from eagle_train.corpus.stream import Batch, PackedRow, Stream, collate
@@ -425,6 +427,17 @@ def test_resuming_goes_on_with_the_random_numbers(tmp_path, data):
 
 def test_nothing_to_resume(tmp_path, data):
     assert not make_trainer(tmp_path / "new", data).resume()
+
+
+def test_a_finished_run_that_is_started_again_logs_nothing(tmp_path, data, monkeypatch, capsys):
+    """No W&B run is begun for it, and no file is written."""
+    run_training(make_trainer(tmp_path, data, steps=2))
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    monkeypatch.setattr(train, "_open_log", lambda *_: pytest.fail("a log is opened"))
+    finished = make_trainer(tmp_path, data, steps=2, resume=True)
+    train._run(OmegaConf.create({"profile": False}), finished, lambda: False)
+    assert "the run is complete, 2 of 2 steps" in capsys.readouterr().out
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
 def test_a_finished_run_draws_nothing_and_is_not_made_shorter(tmp_path, data):
