@@ -40,11 +40,11 @@ class OfGoodRequests(SimulatedAcceptance):
 def spread(batch: Sequence[TimedRequest], one_in: int) -> list[TimedRequest]:
     """The batch with seeds that are odd for one in so many requests, for none with 0, and with answers of a quarter to
     the whole of their length: where all end at once, prompts of those that follow are read together, which is cheaper
-    than in service."""
+    than in service. All lengths differ, as two of one length would end together without drafts and seldom with them."""
     made = []
     for place, each in enumerate(batch):
         seed = 2 * place + (one_in > 0 and place % one_in == 0)
-        share = 0.25 + 0.75 * (place // 2 * _GOLDEN % 1)  # one with good drafts, and one without
+        share = 0.25 + 0.75 * (place * _GOLDEN % 1)  # of every second request too these fill the range evenly
         most = max(2, round(share * each.params.max_tokens))
         made.append(replace(each, params=replace(each.params, seed=seed, max_tokens=most)))
     return made

@@ -31,7 +31,10 @@ def test_answers_end_at_different_times():
     batch = [TimedRequest(None, [1], SamplingParams(max_tokens=80)) for _ in range(40)]
     lengths = sorted(each.params.max_tokens for each in spread(batch, 1))
     assert lengths == pytest.approx([20 + 1.5 * place for place in range(40)], abs=5)
-    assert len(set(lengths)) > 15
+    assert len(set(lengths)) > 30, "none ends with another"
+    for first in (0, 1):  # those with good drafts, and those without
+        own = sorted(each.params.max_tokens for each in spread(batch, 2)[first::2])
+        assert own == pytest.approx([20 + 3 * place for place in range(20)], abs=8)
     assert spread([TimedRequest(None, [1], SamplingParams(max_tokens=2))], 1)[0].params.max_tokens == 2
 
 
