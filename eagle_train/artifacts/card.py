@@ -28,6 +28,13 @@ _SAMPLING = (  # keys of an evaluation that change what is accepted, and their v
     ("frequency_penalty", 0),
     ("min_tokens", 0),
 )
+# Where an engine turns by longrope's factors for long texts once it may serve such, and the option that prevents it.
+_VLLMS_LONGROPE = ("vLLM", "at every length", "--max-model-len")
+_LONGROPE = {
+    "vllm": _VLLMS_LONGROPE,
+    "speculators": _VLLMS_LONGROPE,
+    "sglang": ("SGLang", "in each batch with such a text", "--context-length"),
+}
 _NATIVE = """\
 ```bash
 eagle-generate target={target} draft={here} prompt="..."
@@ -114,12 +121,12 @@ def caveats(about: Artifact) -> list[str]:
             f"(draft.first_token={trained}), so they accept fewer tokens than our own engine; train with "
             "draft.first_token=skip, or continue some steps from this draft (train.init_from)"
         )
-    rope, own = about.draft.rope_parameters, layout_of(about.layout, about.draft)
-    if rope.get("rope_type") == "longrope" and own is not None and own.vllm and not about.draft.at_once:
-        length = rope["original_max_position_embeddings"]
+    rope = about.draft.rope_parameters
+    if rope.get("rope_type") == "longrope" and about.layout in _LONGROPE and not about.draft.at_once:
+        length, (engine, where, option) = rope["original_max_position_embeddings"], _LONGROPE[about.layout]
         found.append(
-            f"where vLLM may serve more than {length} tokens, it takes longrope's factors for long texts at every "
-            f"length, and this draft was trained with those for short ones; serve with --max-model-len {length} or less"
+            f"where {engine} may serve more than {length} tokens, it takes longrope's factors for long texts {where}, "
+            f"and this draft was trained with those for short ones; serve with {option} {length} or less"
         )
     return found
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from eagle_train.drafts.layouts import Layout
 from eagle_train.drafts.losses import Lesson, LossSums
-from eagle_train.drafts.rope import as_served, check_keys, check_lengths, check_rotary
+from eagle_train.drafts.rope import as_served, check_keys, check_lengths, check_rope, check_rotary
 from eagle_train.errors import UserError, check
 from eagle_train.models.layers import Attention, rule_of_layer
 from eagle_train.models.shapes import heads_of, widest
@@ -127,6 +127,8 @@ class DraftConfig:
         whole = tokens is None or (len(tokens) == size and tokens == sorted(set(tokens)))
         check(whole, f"draft.vocabulary: must be {size} different token ids in ascending order")
         check_keys(self.rope_parameters)
+        if not self.at_once:  # without attention nothing turns
+            check_rope(self.rope_parameters, self.head_dim)
         self.check_choice("first_token", "self_fusion", "skip")
         check(self.window is None or self.window >= 1, f"draft.window={self.window}: must be null or at least 1")
         even = self.head_dim % 2 == 0
@@ -173,7 +175,8 @@ class DraftConfig:
         if own := given.get("rope_parameters"):
             check_keys(own)
             check_lengths(own)
-            given["rope_parameters"] = as_served(own, given.get("head_dim", heads.width))
+            check_rope(own, head_dim := given.get("head_dim", heads.width))
+            given["rope_parameters"] = as_served(own, head_dim)
         if size == text.vocab_size:
             given = {key: value for key, value in given.items() if key not in ("vocab_size", "vocabulary")}
         return build(cls, sizes | cls.of_target(text, given) | given, "draft")

@@ -8,7 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from eagle_train.errors import check
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from eagle_train.errors import check, shown
 from eagle_train.models.shapes import heads_of
 
 ROPE_KEYS = (
@@ -32,6 +34,12 @@ ROPE_KEYS = (
 )
 
 _OF_LENGTH = ("longrope", "llama3", "yarn")  # for which engines read the length that a target was first trained with
+_NEEDED = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)) | {
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_BY_FREQUENCY = ("short_factor", "long_factor")
+_MSCALES = ("mscale", "mscale_all_dim")
 
 
 def check_rotary(target_config: Any) -> dict[str, Any]:
@@ -62,6 +70,48 @@ def check_keys(parameters: Mapping[str, Any]) -> None:
     check(strange is None, f"draft.rope_parameters.{strange}: must be one of {', '.join(ROPE_KEYS)}")
 
 
+def check_rope(parameters: Mapping[str, Any], head_dim: int) -> None:
+    """Raise UserError for rotary settings of a draft, with heads so wide, of which no frequencies can be computed."""
+    kind, place = parameters.get("rope_type", "default"), "draft.rope_parameters"
+    known, said = ("default", *ROPE_INIT_FUNCTIONS), kind if isinstance(kind, str) else shown(kind)
+    check(kind in known, f"{place}.rope_type={said}: must be one of {', '.join(known)}")
+    for name in ("rope_theta", *_NEEDED.get(kind, ())):
+        check(parameters.get(name) is not None, f"{place}.{name}: must be given with rope_type={kind}")
+    for name, value in parameters.items():
+        wanted = wanted_of(name, value)
+        check(wanted is None, f"{place}.{name}={shown(value)}: must be {wanted}")
+    count = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
+    for name in _BY_FREQUENCY:
+        given = parameters.get(name)
+        fits = given is None or len(given) == count
+        check(fits, f"{place}.{name}={shown(given)}: must be {count} numbers, one for each frequency of a head")
+
+
+def wanted_of(name: str, value: Any) -> str | None:
+    """What a rotary setting must be, in words that follow "must be", where this value is something else."""
+    if name == "rope_type" or value is None:
+        return None
+    if name == "truncate":
+        return None if isinstance(value, bool) else "true or false"
+    if name in _BY_FREQUENCY:
+        sound = isinstance(value, list | tuple) and all(map(is_positive, value))
+        return None if sound else "a list of numbers above 0"
+    if name in _MSCALES:
+        return None if _is_number(value) else "a number"
+    if name == "partial_rotary_factor":
+        return None if is_positive(value) and value <= 1 else "above 0 and at most 1"
+    return None if is_positive(value) else "a number above 0"
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a number above 0, and finite."""
+    return _is_number(value) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
 def check_lengths(parameters: Mapping[str, Any]) -> None:
     """Raise UserError for settings of a draft that depend on a length which they do not say."""
     kind, name = parameters.get("rope_type"), "original_max_position_embeddings"
@@ -82,6 +132,8 @@ def as_served(parameters: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
             changes["rope_theta"] = parameters["rope_theta"] * alpha ** (width / (width - 2))
     elif kind == "longrope":
         changes = _scale_of_longrope(parameters)
+    elif kind == "yarn":
+        changes = _scale_of_yarn(parameters)
     elif kind == "proportional":  # engines have no factor here
         changes = {"factor": None}
     # JSON and dataclass round trips keep plain values only
@@ -111,3 +163,14 @@ def _scale_of_longrope(parameters: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     long = parameters.get("long_mscale") or scale
     return {"attention_factor": scale, "short_mscale": scale, "long_mscale": long}
+
+
+def _scale_of_yarn(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The factor on cos and sin in the terms of all engines: SGLang does not read `attention_factor`, and takes a
+    `mscale` of 0 for a number, where others take it for none."""
+    scale, factor = parameters.get("attention_factor"), parameters.get("factor") or 1.0
+    if scale is not None and factor > 1:
+        growth = 0.1 * math.log(factor)
+        return {"mscale": (scale * (1 + growth) - 1) / growth, "mscale_all_dim": 1.0}
+    is_pair = all(parameters.get(name) for name in _MSCALES)
+    return {} if is_pair else dict.fromkeys(_MSCALES)
