@@ -469,6 +469,18 @@ def test_biases_of_others_are_read_and_served(home, target, tmp_path, capsys, bi
         assert {name: shape for name, (shape, _) in tensors.items()} == known
 
 
+def test_a_file_may_have_another_name(target, tmp_path):
+    """Without an index engines read all safetensors there are; beside model.safetensors ours reads no others."""
+    draft = foreign(target, tmp_path / "theirs", "sglang")
+    own = tmp_path / "theirs" / "model.safetensors"
+    own.rename(own.with_name("eagle-00001.safetensors"))
+    found = load_foreign(tmp_path / "theirs", target)
+    torch.testing.assert_close(found.state_dict(), draft.state_dict(), rtol=0, atol=0)
+    own.with_name("eagle-00001.safetensors").unlink()
+    with pytest.raises(UserError, match=r"its weights cannot be read: .*model\.safetensors"):
+        load_foreign(tmp_path / "theirs", target)
+
+
 def test_biases_that_are_zero_everywhere_are_none(home, target, tmp_path):
     """As SGLang's layout has them beside those of queries, keys and values."""
     zeros = {f"layers.{layer}.self_attn.o_proj.bias": torch.zeros(128) for layer in range(2)}
@@ -501,6 +513,8 @@ def test_a_config_within_a_config_is_read(target, tmp_path):
             "config.json: d2t has shape (4,) and torch.float32, and must be a row of whole numbers",
         ),
         ({"fc.weight": None}, "has no fc.weight"),
+        ({"fc.weight": torch.zeros(128, 256).to(torch.float8_e4m3fn)}, "is quantised; give the unquantised draft"),
+        ({"layers.0.mlp.up_proj.weight_scale": torch.ones(256, 1)}, "is quantised; give the unquantised draft"),
         ({"embed_tokens.weight": torch.zeros(96, 128)}, "its embed_tokens.weight is not the embedding of"),
         (
             {"norm.weight": torch.ones(128)},

@@ -6,7 +6,6 @@ which target it is for, so the target is given. Knows nothing of our own artifac
 
 import copy
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,8 +27,8 @@ from eagle_train.artifacts.foreign_formats import other_format
 from eagle_train.artifacts.foreign_medusa import has_medusa_heads, load_medusa
 from eagle_train.artifacts.tensors import load_tensors
 from eagle_train.drafts import Draft, Eagle3Draft, EagleConfig, EagleDraft
-from eagle_train.drafts.layouts import TOKEN_MAP
-from eagle_train.drafts.rope import without_sections
+from eagle_train.drafts.layouts import TOKEN_MAP, WEIGHTS
+from eagle_train.drafts.rope import ROPE_KEYS, is_positive, wanted_of, without_sections
 from eagle_train.errors import UserError, check, foreign, one_line, shown
 from eagle_train.models.directory import read_mapping
 from eagle_train.models.target import Target
@@ -44,7 +43,8 @@ _NESTED = ("model", "text_config", "transformer_layer_config")  # keys of vLLM's
 _PARTIAL_VOCAB = ("truncated_vocab_size", "draft_vocab_size")
 _OUTER = ("quantization_config", *_PARTIAL_VOCAB)  # keys of a nested config's outer level that matter
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-_COUNTS = (*_NEEDED, "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings")
+_ORIGINAL = "original_max_position_embeddings"  # which some configs have beside the rotary settings, as Phi's
+_COUNTS = (*_NEEDED, "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings", _ORIGINAL)
 _NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 _ROPE = ("rope_scaling", "rope_parameters")
 _DEFAULTED = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
@@ -73,10 +73,8 @@ def load_foreign(directory: Path, target: Target) -> Draft:
     tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}  # computed from the config
     what = "fuses no layers (eagle_config.use_aux_hidden_state is false)" if fuses_none(values) else "is no EAGLE draft"
     check("fc.weight" in tensors, f"checkpoint={directory}: has no fc.weight, so it {what}")
-    check(
-        "quantization_config" not in values,
-        f"checkpoint={directory}: is quantised; give the unquantised draft",
-    )
+    is_quantised = "quantization_config" in values or any(_is_in_few_bits(*each) for each in tensors.items())
+    check(not is_quantised, f"checkpoint={directory}: is quantised; give the unquantised draft")
     tensors = _without_zero_biases(tensors)
     if any(mark in name for name in tensors for mark in _EAGLE3):
         return _eagle3(directory, values, tensors, target)
@@ -160,27 +158,31 @@ def _draft_part(values: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def _without_zero_biases(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors without biases that are zero in every layer: SGLang's layout needs them in the file."""
-    kinds = [re.sub(r"\d+", "", name) for name in tensors]
-    used = {kind for kind, tensor in zip(kinds, tensors.values(), strict=True) if tensor.any()}
+    kinds = {name: re.sub(r"\d+", "", name) for name in tensors if name.endswith(".bias")}
+    used = {kind for name, kind in kinds.items() if tensors[name].any()}
     for names in _BIASES.values():
         if any(f"layers..{name}" in used for name in names):  # all biases of a kind, or none
             used |= {f"layers..{name}" for name in names}
-    return {
-        name: tensor
-        for (name, tensor), kind in zip(tensors.items(), kinds, strict=True)
-        if kind in used or not name.endswith(".bias")
-    }
+    return {name: tensor for name, tensor in tensors.items() if name not in kinds or kinds[name] in used}
+
+
+def _is_in_few_bits(name: str, tensor: torch.Tensor) -> bool:
+    """Whether it is of a matrix as quantisers write it; some say so in a file of their own, and not in config.json."""
+    last = name.rpartition(".")[2]
+    return last.startswith("weight_") or (last == "weight" and tensor.dtype.itemsize == 1)
 
 
 def _read_files(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of the directory: of its safetensors, one file or several, else of its pickles."""
-    index = directory / _INDEX
+    index, others = directory / _INDEX, sorted(directory.glob("*.safetensors"))
     pickles = sorted(directory.glob(_PICKLES))
     try:
         if index.is_file():
             names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        else:
-            names = ["model.safetensors"]
+        elif (directory / WEIGHTS).is_file() or not others:
+            names = [WEIGHTS]
+        else:  # of other names, which engines read too
+            names = [each.name for each in others]
         if (directory / names[0]).is_file() or not pickles:
             parts = [tensors_of(directory / name) for name in names]
         else:
@@ -253,7 +255,7 @@ def _llama_of(values: dict[str, Any]) -> LlamaConfig:
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         check(is_count, f"{key} is {shown(value)}, and must be a whole number of 1 or more")
     for key in _NUMBERS:
-        check(_is_positive(values.get(key, 1)), f"{key} is {shown(values.get(key))}, and must be a number above 0")
+        check(is_positive(values.get(key, 1)), f"{key} is {shown(values.get(key))}, and must be a number above 0")
     known = {key: values[key] for key in (*_COUNTS, *_NUMBERS) if key in values}
     for key in _ROPE:
         if key in values:
@@ -269,7 +271,9 @@ def _llama_of(values: dict[str, Any]) -> LlamaConfig:
     even = known.get("head_dim", width // heads)
     check(even % 2 == 0, f"head_dim is {even}, and must be even, for rotary positions")
     with foreign(what):
-        return LlamaConfig.from_dict(known)
+        llama = LlamaConfig.from_dict(known)
+        llama.standardize_rope_params()  # with `_ORIGINAL`, as engines do, which `from_dict` sets too late
+        return llama
 
 
 def _of_family(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,10 +300,6 @@ def _of_family(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
 def _sound_rope(key: str, given: Any) -> dict[str, Any]:
     """Rotary settings as they concern a text. Raises UserError for invalid ones."""
     check(isinstance(given, dict), f"{key} is {shown(given)}, and must be a mapping")
@@ -309,8 +309,9 @@ def _sound_rope(key: str, given: Any) -> dict[str, Any]:
     missing = [name for name in _OF_ROPE.get(kind, ()) if name not in rope]
     check(not missing, f"{key} {shown(rope)} has no {', '.join(missing)}")
     for name, value in rope.items():
-        right = name == "rope_type" or isinstance(value, bool | list | None) or _is_positive(value)
-        check(right, f"{key}.{name} is {shown(value)}, and must be a number above 0")
+        wanted = wanted_of(name, value)
+        is_unread = name not in ROPE_KEYS and isinstance(value, bool | list)
+        check(wanted is None or is_unread, f"{key}.{name} is {shown(value)}, and must be {wanted}")
     return rope
 
 

@@ -33,7 +33,8 @@ _OURS = {
 _KNOWN = (*_OURS, _IDS, "norm_before_fc", _POST_NORM, "parallel_draft_heads_num_layers", "eh_proj_bias")
 _HEAD, _OFFSETS = "lm_head.weight", "d2t"
 _FREE_OF_LENGTH = ("default", "linear", "llama3")  # RoPE types whose angles do not depend on the longest context
-_UNUSED = ("t2d", MASK)  # the inverse of d2t; what P-EAGLE's own line reads
+_MASK_OF_TOKENS = "t2d"  # the inverse of d2t: of each of the target's tokens, whether the draft has it
+_UNUSED = (_MASK_OF_TOKENS, MASK)  # `_vocabulary` and P-EAGLE's own line read these
 
 
 def eagle3_config(
@@ -54,7 +55,7 @@ def eagle3_config(
     flags["norm_output"] = inner.get(_POST_NORM) or flags["norm_output"]  # as TensorRT-LLM reads them
     for name, flag in flags.items():
         check(isinstance(flag, bool), f"{name} is {shown(flag)}, and must be true or false")
-    tokens = None if _OFFSETS not in tensors else _tokens(tensors[_OFFSETS], target)
+    tokens = _vocabulary(values, tensors, target)
     made: type[Eagle3Config] = Eagle3Config
     if is_peagle(values, tensors):
         mask_token = _mask_token(values)
@@ -89,7 +90,8 @@ def _eagle_config(values: Mapping[str, Any], layers: int) -> dict[str, Any]:
 def is_peagle(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether a draft proposes all its tokens in one forward. Raises UserError where its config.json says so, and it
     has no mask."""
-    names = [name for name in values.get("architectures") or [] if "peagle" in str(name).lower()]
+    classes = values.get("architectures")
+    names = [str(name) for name in classes if "peagle" in str(name).lower()] if isinstance(classes, list) else []
     if values.get("speculators_model_type") == "peagle":
         names.append("speculators_model_type peagle")
     check(not names or MASK in tensors, f"names {' '.join(names)}, and the file has no {MASK}")
@@ -121,7 +123,11 @@ def _mask_token(values: Mapping[str, Any]) -> int:
 
 def _steps(values: Mapping[str, Any]) -> int | None:
     """How many tokens a P-EAGLE draft proposes, as speculators say it; None where nothing does."""
-    methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    inner = values.get("speculators_config") or {}
+    check(isinstance(inner, dict), f"speculators_config is {shown(inner)}, and must be a mapping")
+    methods = inner.get("proposal_methods") or [{}]
+    sound = isinstance(methods, list) and isinstance(methods[0], dict)
+    check(sound, f"proposal_methods is {shown(methods)}, and must be a list of mappings")
     steps = methods[0].get("speculative_tokens")
     check(steps is None or isinstance(steps, int), f"speculative_tokens is {shown(steps)}, and must be a whole number")
     return steps
@@ -158,8 +164,35 @@ def _layers(values: Mapping[str, Any], inner: Mapping[str, Any]) -> list[int] | 
     return None
 
 
+def _vocabulary(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: Target) -> torch.Tensor | None:
+    """The target's ids of the draft's tokens, int64 [V'], in the order of the LM head's rows; None: all of them.
+
+    A file without `d2t` whose LM head is smaller than the target's has those of `t2d`. Raises UserError where LM head,
+    maps and `draft_vocab_size` differ in size.
+    """
+    whole, head, mask = target.identity.vocab_size, tensors.get(_HEAD), tensors.get(_MASK_OF_TOKENS)
+    if head is not None:
+        check(head.ndim == 2, f"{_HEAD} has shape {tuple(head.shape)}, and must be a matrix")
+    tokens, wanted = None, f"{whole}, as target {target.name} and without {_OFFSETS}"
+    if _OFFSETS in tensors:
+        tokens, wanted = _tokens(tensors[_OFFSETS], target), f"{len(tensors[_OFFSETS])}, as {_OFFSETS}"
+    elif mask is not None and head is not None and len(head) != whole:
+        sound = mask.shape == (whole,) and mask.dtype == torch.bool
+        check(
+            sound,
+            f"{_MASK_OF_TOKENS} has shape {tuple(mask.shape)} and {mask.dtype}, and must be {whole} of torch.bool",
+        )
+        tokens = mask.nonzero().flatten()
+        wanted = f"{len(tokens)}, as {_MASK_OF_TOKENS}"
+    size, stated = whole if tokens is None else len(tokens), values.get("draft_vocab_size")
+    check(stated in (None, size), f"draft_vocab_size is {shown(stated)}, and must be {wanted}")
+    if head is not None:
+        check(len(head) == size, f"{_HEAD} has {len(head)} rows, and must have {wanted}")
+    return tokens
+
+
 def _tokens(offsets: torch.Tensor, target: Target) -> torch.Tensor:
-    """The target's ids of the draft's tokens, int64 [V']. Raises UserError where they are none."""
+    """The target's ids that offsets name, int64 [V']. Raises UserError where they name none."""
     sound = offsets.ndim == 1 and not offsets.is_floating_point()
     check(sound, f"d2t has shape {tuple(offsets.shape)} and {offsets.dtype}, and must be a row of whole numbers")
     tokens = torch.arange(len(offsets)) + offsets.long()

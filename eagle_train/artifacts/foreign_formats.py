@@ -20,7 +20,7 @@ def other_format(values: Mapping[str, Any]) -> str | None:
     """What a draft with this config.json is, where it is of no format that we read; None: it may be of one."""
     kind = values.get("speculators_model_type")
     if kind is not None and kind not in _READ_OF_SPECULATORS:
-        return _NAMED.get(kind, f"a draft of speculators' kind {kind}")
+        return _NAMED.get(str(kind), f"a draft of speculators' kind {kind}")
     classes = values.get("architectures")
     names = [*(classes if isinstance(classes, list) else []), values.get("model_type")]
     for name in names:

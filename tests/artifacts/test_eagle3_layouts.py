@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts.card import card
@@ -19,6 +20,7 @@ from eagle_train.artifacts.format import load_draft, read_artifact
 from eagle_train.drafts import Eagle3Draft
 from eagle_train.errors import UserError
 from eagle_train.models.draft_quantisation import Quant
+from eagle_train.models.layers import Rotary
 from eagle_train.models.target import Target
 from tests.support.serving_engines import read, replay
 from tests.support.tiny import SIZES, tiny_draft, tiny_eagle3, tiny_model
@@ -289,6 +291,37 @@ def test_what_a_config_leaves_out_is_as_its_family_says(target, tmp_path):
         load_foreign(of_others(target, tmp_path / "gemma", of_family("gemma3_text")), target)
 
 
+def test_a_length_beside_the_rotary_settings_is_read(target, tmp_path):
+    """As in Phi's configs, and as transformers reads it for engines."""
+
+    def change(config: dict, tensors: dict) -> None:
+        for name in ("rope_scaling", "rope_parameters"):
+            config.pop(name)
+        config["rope_scaling"] = {"type": "longrope", "short_factor": [1.5] * 16, "long_factor": [3.0] * 16}
+        config |= {"original_max_position_embeddings": 32, "max_position_embeddings": 128}
+
+    place = of_others(target, tmp_path / "phi", change)
+    found = load_foreign(place, target).config
+    assert found.rope_parameters["original_max_position_embeddings"] == 32
+    wanted = LlamaConfig.from_dict(json.loads((place / "config.json").read_text()))
+    wanted.standardize_rope_params()  # as vLLM does
+    assert Rotary(found).scale == ROPE_INIT_FUNCTIONS["longrope"](wanted)[1] > 1
+
+
+def test_tokens_that_t2d_alone_names(target, tmp_path):
+    """The rows of the LM head are in the order of the target's ids."""
+    draft = a_draft(target, **FEW)
+
+    def change(config: dict, tensors: dict) -> None:
+        del tensors["d2t"]
+        tensors["t2d"] = torch.zeros(96, dtype=torch.bool).index_fill_(0, torch.tensor(FEW["vocabulary"]), True)
+
+    place = of_others(target, tmp_path / "out", change, **FEW)
+    assert same_draft(load_foreign(place, target), draft)
+    again = exported(target, load_foreign(place, target), tmp_path / "again", "vllm")
+    assert replay("vllm-eagle3", *read(again), served(target)).whole
+
+
 def of_others(target, place: Path, change: Callable[[dict, dict], Any], **kind: Any) -> Path:
     """An export for vLLM as others write theirs; `change`: of its config.json and its tensors."""
     out = exported(target, a_draft(target, **kind), place, "vllm")
@@ -328,6 +361,25 @@ def test_what_computes_the_same_is_read_the_same(target, tmp_path, change):
     [
         ({"d2t": torch.zeros(40, dtype=torch.int64) - 1}, {}, "d2t names tokens twice, or beyond the 96"),
         ({"d2t": torch.zeros(40)}, {}, "d2t has shape .*must be a row of whole numbers"),
+        ({"d2t": None}, {}, r"draft_vocab_size is 40, and must be 96, as target tiny-wide and without d2t$"),
+        ({"d2t": None}, {"draft_vocab_size": None}, r"lm_head\.weight has 40 rows, and must have 96, as target tiny-w"),
+        ({"d2t": None, "t2d": torch.arange(96) < 39}, {}, r"draft_vocab_size is 40, and must be 39, as t2d$"),
+        (
+            {"d2t": None, "t2d": torch.zeros(40)},
+            {},
+            r"t2d has shape \(40,\) and torch\.float32, and must be 96 of torch",
+        ),
+        ({}, {"draft_vocab_size": 96}, r"draft_vocab_size is 96, and must be 40, as d2t$"),
+        ({"lm_head.weight": torch.zeros(39, 128)}, {}, r"lm_head\.weight has 39 rows, and must have 40, as d2t$"),
+        ({"lm_head.weight": torch.zeros(96, 128)}, {}, r"lm_head\.weight has 96 rows, and must have 40, as d2t$"),
+        ({"lm_head.weight": torch.zeros(40)}, {}, r"lm_head\.weight has shape \(40,\), and must be a matrix$"),
+        (
+            {},
+            {"rope_scaling": None, "rope_parameters": {"rope_theta": []}},
+            r"rope_theta is \[\], and must be a number above 0$",
+        ),
+        ({}, {"architectures": 7, "layer_types": ["sliding_attention"]}, "sliding_window is None, and must be a whole"),
+        ({}, {"speculators_model_type": ["eagle3"]}, r"is a draft of speculators' kind \['eagle3'\]"),
         ({"layers.1.hidden_norm.weight": torch.zeros(128)}, {}, "of the two, vLLM applies one and SGLang the other"),
         ({"midlayer.self_attn.q_proj.bias": torch.ones(128)}, {}, "q_proj.bias is not part of this draft"),
         (
@@ -355,7 +407,8 @@ def test_drafts_of_others_that_are_none(target, tmp_path, changes, config, messa
     values, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
     del values["eagle_train"]
     (out / "config.json").write_text(json.dumps(values | config))
-    save_file(tensors | changes, out / "model.safetensors")
+    changed = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+    save_file(changed, out / "model.safetensors")
     with pytest.raises(UserError, match=message):
         load_foreign(out, target)
 

@@ -176,6 +176,12 @@ def test_an_embedding_of_its_own_is_told(target, tmp_path, layout):
         ({}, {"pard_token": "x"}, "the mask token is 'x', and must be a token id"),
         ({}, {"pard_token": 96}, r"draft\.mask_token=96: must be a token id of the target, below 96"),
         ({"mask_hidden": torch.zeros(1, 128)}, {}, "mask_hidden"),
+        ({}, {"speculators_config": [1]}, r"speculators_config is \[1\], and must be a mapping$"),
+        (
+            {},
+            {"speculators_config": {"proposal_methods": [3]}},
+            r"proposal_methods is \[3\], and must be a list of mappings$",
+        ),
     ],
 )
 def test_drafts_of_others_that_are_none(target, tmp_path, tensors, config, message):
