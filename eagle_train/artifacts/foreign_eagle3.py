@@ -31,6 +31,7 @@ _OURS = {
     "parallel_draft_step": 1,
 }
 _KNOWN = (*_OURS, _IDS, "norm_before_fc", _POST_NORM, "parallel_draft_heads_num_layers", "eh_proj_bias")
+_PARALLEL = ("pard_token", "ptd_token_id")  # of drafts that propose all tokens in one forward alone
 _HEAD, _OFFSETS = "lm_head.weight", "d2t"
 _FREE_OF_LENGTH = ("default", "linear", "llama3")  # RoPE types whose angles do not depend on the longest context
 _MASK_OF_TOKENS = "t2d"  # the inverse of d2t: of each of the target's tokens, whether the draft has it
@@ -94,6 +95,7 @@ def is_peagle(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
     names = [str(name) for name in classes if "peagle" in str(name).lower()] if isinstance(classes, list) else []
     if values.get("speculators_model_type") == "peagle":
         names.append("speculators_model_type peagle")
+    names += [name for name in _PARALLEL if values.get(name) is not None]
     check(not names or MASK in tensors, f"names {' '.join(names)}, and the file has no {MASK}")
     return MASK in tensors
 
@@ -145,6 +147,7 @@ def positions_of(llama: LlamaConfig, values: Mapping[str, Any], target: Target) 
 def _window(values: Mapping[str, Any]) -> int | None:
     """The window of the layers that `layer_types` says have one, as engines read it: all of them, or none."""
     types, window = values.get("layer_types") or [], values.get("sliding_window")
+    check(isinstance(types, list), f"layer_types is {shown(types)}, and must be a list")
     if SLIDING not in types:
         return None
     check(set(types) == {SLIDING}, f"layer_types is {shown(types)}, and must be the same for all layers")
@@ -193,7 +196,7 @@ def _vocabulary(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], 
 
 def _tokens(offsets: torch.Tensor, target: Target) -> torch.Tensor:
     """The target's ids that offsets name, int64 [V']. Raises UserError where they name none."""
-    sound = offsets.ndim == 1 and not offsets.is_floating_point()
+    sound = offsets.ndim == 1 and not offsets.is_floating_point() and offsets.dtype != torch.bool
     check(sound, f"d2t has shape {tuple(offsets.shape)} and {offsets.dtype}, and must be a row of whole numbers")
     tokens = torch.arange(len(offsets)) + offsets.long()
     known = bool(((tokens >= 0) & (tokens < target.identity.vocab_size)).all()) and len(tokens.unique()) == len(tokens)

@@ -361,6 +361,11 @@ def test_what_computes_the_same_is_read_the_same(target, tmp_path, change):
     [
         ({"d2t": torch.zeros(40, dtype=torch.int64) - 1}, {}, "d2t names tokens twice, or beyond the 96"),
         ({"d2t": torch.zeros(40)}, {}, "d2t has shape .*must be a row of whole numbers"),
+        (
+            {"d2t": torch.ones(40) > 0},
+            {},
+            r"d2t has shape \(40,\) and torch\.bool, and must be a row of whole numbers$",
+        ),
         ({"d2t": None}, {}, r"draft_vocab_size is 40, and must be 96, as target tiny-wide and without d2t$"),
         ({"d2t": None}, {"draft_vocab_size": None}, r"lm_head\.weight has 40 rows, and must have 96, as target tiny-w"),
         ({"d2t": None, "t2d": torch.arange(96) < 39}, {}, r"draft_vocab_size is 40, and must be 39, as t2d$"),
@@ -388,6 +393,7 @@ def test_what_computes_the_same_is_read_the_same(target, tmp_path, change):
             r"draft\.layers=\[2, 4, 9\]: must be numbers from 1 to 7, .*, the states that our drafts take$",
         ),
         ({}, {"norm_output": 1}, "norm_output is 1, and must be true or false"),
+        ({}, {"layer_types": 7}, "layer_types is 7, and must be a list$"),
         ({}, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types is .*must be the same for all"),
         (
             {},

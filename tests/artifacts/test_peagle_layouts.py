@@ -150,6 +150,8 @@ def test_what_is_named_peagle_has_a_mask(target, tmp_path, config):
     save_file(tensors, out / "model.safetensors")
     with pytest.raises(UserError, match=r"(?i)names .*peagle.*, and the file has no mask_hidden"):
         load_foreign(out, target)
+    with pytest.raises(UserError, match=r"names pard_token, and the file has no mask_hidden"):
+        load_foreign(of_others(out, architectures=["LlamaForCausalLMEagle3"], speculators_model_type=None), target)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
