@@ -21,9 +21,10 @@ from eagle_train.settings import build
 from evals.bench import statistics
 from evals.bench.answering import run_in_turn
 from evals.bench.config import SampledConfig, check_least
+from evals.bench.contexts import by_context
 from evals.bench.evaluation import evaluation
 from evals.bench.quantised_drafts import LABELS, TimedRun, comparison, export_names, feed_forward_bytes, unfit
-from evals.bench.report import document, loops, made_on, sampling, several, subject
+from evals.bench.report import contexts_beside, document, loops, made_on, sampling, several, subject
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.trees import check_tree, not_drafted, tree_names
@@ -106,6 +107,7 @@ def measured(run: TimedRun, plain: TimedRun, config: Config) -> dict[str, Any]:
         "tokens": sum(each.tokens for each in stats),
         "calls": sum(each.calls for each in stats),
         "acceptance_per_depth": statistics.acceptance(run.answers),
+        "by_context": by_context(run.answers, run.engine.target.max_positions),
         "draft_latency_ms": median(own),
         "relative_draft_latency": statistics.median_ratio(own, other),
         "feed_forward_bytes": feed_forward_bytes(run.draft),
@@ -129,7 +131,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     said = ", ".join(f"{LABELS.get(name) or plain(name)} {count}" for name, count in differing.items())
     notes = f"{NOTE}\n\nAnswers that differ from those with the draft as it is: {said}."
     text = "\n\n".join([setting, comparison(schemes), *not_measured(found), notes])
-    return document({"A draft in few bits": text, "Made on": made_on(found)})
+    along = contexts_beside({LABELS.get(name, name): each["by_context"] for name, each in schemes.items()})
+    return document({"A draft in few bits": text, "By context": along, "Made on": made_on(found)})
 
 
 if __name__ == "__main__":

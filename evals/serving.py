@@ -23,8 +23,9 @@ from eagle_train.inference import SamplingParams
 from eagle_train.settings import build
 from evals.bench.answering import answer_questions
 from evals.bench.config import BenchConfig, check_least
+from evals.bench.contexts import by_context
 from evals.bench.evaluation import evaluation
-from evals.bench.report import change, document, loops, made_on, number, percent, several, subject, table
+from evals.bench.report import change, contexts, document, loops, made_on, number, percent, several, subject, table
 from evals.bench.requests import check_fit
 from evals.bench.session import Session
 from evals.bench.statistics import Answer, looping, token_ids
@@ -63,6 +64,7 @@ def main(values: DictConfig) -> None:
     found = {
         "prompts": len(answers),
         "looping_answers": looping(token_ids(answers)),
+        "by_context": by_context(answers, session.target.max_positions),
         "tree": tree_name(config.chain),
         "quant": str(about.quant),
         "caveats": caveats(about),
@@ -137,9 +139,10 @@ def markdown(found: Mapping[str, Any]) -> str:
         "end.",
     ]
     notes += [f"Mind that {each}." for each in found["caveats"]]
+    along = f"{contexts(found['by_context'])}\n\nOf our engine: vLLM's counters tell no single rounds."
     title = f"{found['vllm']['acceptance_length']:.2f} tokens a round in vLLM {found['provenance']['vllm']}"
     text = "\n\n".join([setting, comparison(found["eagle_train"], found["vllm"]), *notes])
-    return document({title: text, "Made on": made_on(found)})
+    return document({title: text, "By context": along, "Made on": made_on(found)})
 
 
 if __name__ == "__main__":

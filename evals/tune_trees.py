@@ -26,7 +26,7 @@ from evals.bench.report import loops
 from evals.bench.requests import check_fit
 from evals.bench.round_times import AT_ONCE, TreeInTurn, best_of, round_seconds, two_chains
 from evals.bench.session import Session
-from evals.bench.statistics import looping, no_decoding
+from evals.bench.statistics import Answer, looping, no_decoding, token_ids
 from evals.bench.tree_search import Candidate, acceptance, candidates, ranks_of
 from evals.bench.trees import unpaid
 
@@ -80,20 +80,20 @@ def main(values: DictConfig) -> None:
     plain = session.engine(**options)
     answers = plain_answers(session, Run(plain, session.requests))
     drafter = session.drafter(config.quant)
-    ranks = [ranks_of(target, drafter.draft, *answer, config.depth, config.children) for answer in answers]
+    texts = [(answer.prompt, answer.output.token_ids) for answer in answers]
+    ranks = [ranks_of(target, drafter.draft, *text, config.depth, config.children) for text in texts]
     shares = acceptance(ranks, config.depth, config.children)
     tried = candidates(config.depth, config.full, config.nodes, shares, ranks)
     trees = TreeInTurn(two_chains(config.depth), target.device, tried)
-    engines = (plain, session.engine(drafter, trees, **options))
-    prompts = [prompt for prompt, _ in answers]
+    engines, prompts = (plain, session.engine(drafter, trees, **options)), [answer.prompt for answer in answers]
     seconds = round_seconds(*engines, trees, tried, prompts, config.batch_sizes, config.rounds, config.tokens)
     found = {
         "acceptance": shares,
         "table": table(tried, seconds),
-        "trees": [{"name": each.name, "parents": list(each.tree.parents), "tpc": each.tpc} for each in tried],
+        "trees": [each.about(answers, ranks, target.max_positions) for each in tried],
         "round_s": {size: dict(zip([each.name for each in tried], row, strict=True)) for size, row in seconds.items()},
         "answers": len(answers),
-        "looping_answers": looping(tokens for _, tokens in answers),
+        "looping_answers": looping(token_ids(answers)),
         **session.about(),
     }
     session.write("table.yaml", table_yaml(tried, seconds, config.options))
@@ -102,8 +102,8 @@ def main(values: DictConfig) -> None:
     session.say(*loops(found), f"written to {out}: table.yaml (tree={out / 'table.yaml'}), tune_trees.json")
 
 
-def plain_answers(session: Session[Config], run: Run) -> list[tuple[list[int], list[int]]]:
-    """The prompts and answers of plain decoding. Raises UserError where no answer has a second token."""
+def plain_answers(session: Session[Config], run: Run) -> list[Answer]:
+    """Plain decoding's. Raises UserError where no answer has a second token."""
     config, size = session.config, run.engine.config.max_batch_size
     bar = progress(-(-len(session.questions) // size), "batch")
     for number, batch in enumerate(batches_of(session.questions, size), 1):
@@ -111,7 +111,7 @@ def plain_answers(session: Session[Config], run: Run) -> list[tuple[list[int], l
         bar.update(number)
     bar.close()
     check(any(len(answer.output.token_ids) > 1 for answer in run.answers), no_decoding(config.max_tokens))
-    return [(answer.prompt, answer.output.token_ids) for answer in run.answers]
+    return run.answers
 
 
 def table(tried: list[Candidate], seconds: dict[int, list[float]]) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 DESIGN section 3.8.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
@@ -17,44 +18,90 @@ from evals.bench.statistics import Answer, question_interval
 
 LEAST = 64  # tokens: shorter contexts are one bucket
 
+Round = tuple[int, int, int, int, int]
+"""A round of decoding: its question's line, the tokens before it, how many it commits, how deep it drafts, and how many
+drafts are accepted."""
+
+Bucket = dict[str, Any]
+"""What a run has in a bucket, as JSON: its end `to`; `questions`, [line, tokens, calls] of each; and `drafts`: [how
+deep a round drafts, how many drafts are accepted, rounds]."""
+
 
 def by_context(answers: Iterable[Answer], limit: int) -> list[dict[str, Any]]:
-    """TPC and acceptance by context, in buckets whose ends are powers of two, the last one `limit`.
+    """TPC and acceptance by context, see `rows_of`, in buckets whose ends are powers of two, the last one `limit`.
 
-    The context of a round is the tokens before it: the prompt, and what was answered so far. `acceptance_per_depth`:
-    as `statistics.acceptance`, of the bucket's rounds. `tpc_interval`: 95 %, over the questions.
+    The context of a round is the tokens before it: the prompt, and what was answered so far.
     """
-    rounds: dict[int, list[tuple[int, int, int]]] = {}
-    counts: dict[int, dict[int, list[int]]] = {}
+    return rows_of([counted(rounds_of(answers), limit)])
+
+
+def rounds_of(answers: Iterable[Answer]) -> Iterator[Round]:
+    """The rounds that an engine decoded."""
     for answer in answers:
-        context = len(answer.prompt) + 1
-        stats = answer.output.stats
+        context, stats = len(answer.prompt) + 1, answer.output.stats
         for kept, drafted, accepted in zip_longest(answer.output.rounds, stats.drafted, stats.accepted, fillvalue=0):
-            end = _end(context, limit)
-            rounds.setdefault(end, []).append((kept, drafted, accepted))
-            own = counts.setdefault(end, {}).setdefault(answer.question.line, [0, 0])
-            own[:] = own[0] + kept, own[1] + 1
+            yield answer.question.line, context, kept, drafted, accepted
             context += kept
+
+
+def counted(rounds: Iterable[Round], limit: int) -> list[Bucket]:
+    """A run's buckets, in order. `limit`: as of `by_context`."""
+    counts: dict[int, dict[int, list[int]]] = {}
+    drafts: dict[int, Counter[tuple[int, int]]] = {}
+    for line, context, kept, drafted, accepted in rounds:
+        end = _end(context, limit)
+        own = counts.setdefault(end, {}).setdefault(line, [0, 0])
+        own[:] = own[0] + kept, own[1] + 1
+        drafts.setdefault(end, Counter())[drafted, accepted] += 1
     return [
         {
-            "from": _start(end),
             "to": end,
-            "rounds": len(own),
-            "questions": len(counts[end]),
-            "tpc": sum(kept for kept, _, _ in own) / len(own),
-            "tpc_interval": question_interval(list(counts[end].values())),
-            "acceptance_per_depth": _acceptance([pair for _, *pair in own]),
+            "questions": [[line, *each] for line, each in own.items()],
+            "drafts": [[*pair, rounds] for pair, rounds in sorted(drafts[end].items())],
         }
-        for end, own in sorted(rounds.items())
+        for end, own in sorted(counts.items())
     ]
 
 
-def _acceptance(rounds: Sequence[Sequence[int]]) -> list[float]:
-    """The share of the rounds that draft so deep which accept down to depth 1, 2, ...; each round: how deep it drafts,
-    and how many drafts are accepted."""
-    reached = [[accepted >= depth for drafted, accepted in rounds if drafted >= depth]
-               for depth in range(1, max(drafted for drafted, _ in rounds) + 1)]  # fmt: skip
-    return [sum(each) / len(each) for each in reached]
+def rows_of(runs: Iterable[Sequence[Bucket]]) -> list[dict[str, Any]]:
+    """TPC and acceptance in each bucket, of all runs together.
+
+    `acceptance_per_depth`: as `statistics.acceptance`, of the bucket's rounds. `tpc_interval`: 95 %, over the
+    questions; what another run would change is not in it.
+    """
+    counts: dict[int, dict[int, list[int]]] = {}
+    buckets: dict[int, list[Bucket]] = {}
+    for bucket in chain.from_iterable(runs):
+        buckets.setdefault(bucket["to"], []).append(bucket)
+        for line, tokens, calls in bucket["questions"]:
+            own = counts.setdefault(bucket["to"], {}).setdefault(line, [0, 0])
+            own[:] = own[0] + tokens, own[1] + calls
+    found = []
+    for end, asked in sorted(counts.items()):
+        tokens, calls = map(sum, zip(*asked.values(), strict=True))
+        found.append(
+            {
+                "from": _start(end),
+                "to": end,
+                "rounds": calls,
+                "questions": len(asked),
+                "tpc": tokens / calls,
+                "tpc_interval": question_interval(list(asked.values())),
+                "acceptance_per_depth": acceptance([buckets[end]]),
+            }
+        )
+    return found
+
+
+def acceptance(runs: Iterable[Sequence[Bucket]]) -> list[float]:
+    """As `statistics.acceptance`, of all rounds of these runs."""
+    drafts = [each for bucket in chain.from_iterable(runs) for each in bucket["drafts"]]
+    shares = []
+    for depth in range(1, max((drafted for drafted, *_ in drafts), default=0) + 1):
+        reached = [(accepted, rounds) for drafted, accepted, rounds in drafts if drafted >= depth]
+        hits = sum(rounds for accepted, rounds in reached if accepted >= depth)
+        shares.append(hits / sum(rounds for _, rounds in reached))
+    return shares
 
 
 def _end(context: int, limit: int) -> int:

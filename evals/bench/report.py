@@ -128,6 +128,26 @@ def contexts(rows: Sequence[Found]) -> str:
     return table(["context, tokens", "questions", "rounds", "TPC (95 %)", BY_DEPTH], cells)
 
 
+def contexts_beside(series: Mapping[str, Sequence[Found]]) -> str:
+    """Buckets of `contexts.by_context` of several decodings of the same questions: a row for each, a column for each
+    bucket, with acceptance at depth 1 and TPC; of one bucket, which other tables tell already, a sentence."""
+    ends = sorted({(row["from"], row["to"]) for rows in series.values() for row in rows})
+    if len(ends) < 2:
+        return "".join(f"All rounds have contexts of {first:,} to {last:,} tokens." for first, last in ends)
+    cells = []
+    for name, rows in series.items():
+        of = {row["to"]: row for row in rows}
+        cells.append([plain(name), *(_bucket(of[last]) if last in of else "" for _, last in ends)])
+    header = ["by context, tokens", *(f"{first:,} to {last:,}" for first, last in ends)]
+    note = "Acceptance at depth 1, of the rounds that draft; and TPC, with its 95 % interval."
+    return f"{table(header, cells)}\n\n{note}"
+
+
+def _bucket(row: Found) -> str:
+    first = [percent(share) for share in row["acceptance_per_depth"][:1]] or ["no draft"]
+    return f"{first[0]}; TPC {with_interval(row['tpc'], row['tpc_interval'])}"
+
+
 def of_suite(suite: Found) -> str:
     """What a suite is and what it was asked with, for a report."""
     thinking = {None: "not given", True: "on", False: "off"}[suite["thinking"]]

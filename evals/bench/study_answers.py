@@ -17,13 +17,14 @@ from eagle_train.models.draft_quantisation import quantise_draft
 from eagle_train.models.target import Target
 from evals.bench import statistics
 from evals.bench.answering import Run, answer_questions, batches_of, run_in_turn
+from evals.bench.contexts import counted, rounds_of
 from evals.bench.questions import Question
 from evals.bench.requests import room_for
 from evals.bench.study import StudyConfig, Trained
 from evals.bench.study_runs import draft_of, training_asked
 
 Found = dict[str, Any]
-FIGURES = ("tpc", "acceptance_per_depth", "looping_answers", "answers", "seconds")  # of `answered`
+FIGURES = ("tpc", "contexts", "looping_answers", "answers", "seconds")  # of `answered`
 SPEED = ("speedups", "left_out")  # of `speed`
 
 
@@ -42,8 +43,8 @@ def answers_asked(config: StudyConfig, run: Trained, tree: str) -> Found:
 def answered(
     config: StudyConfig, run: Trained, tree: str, target: Target, questions: list[Question], longest: int
 ) -> Found:
-    """TPC and acceptance over the questions; tokens and calls of each question, by which drafts are compared, and the
-    seconds that it took. `longest`: the most tokens of a prompt and its answer."""
+    """TPC over the questions; rounds by context, from which acceptance follows; tokens and calls of each question, by
+    which drafts are compared; and the seconds that it took. `longest`: the most tokens of a prompt and its answer."""
     rows, started = config.batch_size, time.perf_counter()
     engine, params = engine_of(config, run, tree, target, rows, longest), config.sampling(run.variant)
     requests, answers = Requests(target), []
@@ -51,7 +52,7 @@ def answered(
         answers += list(chain.from_iterable(answer_questions(engine, requests, batch, params)))
     return {
         "tpc": statistics.decoded_tpc(answers, config.max_tokens),
-        "acceptance_per_depth": statistics.acceptance(answers),
+        "contexts": counted(rounds_of(answers), target.max_positions),
         "looping_answers": statistics.looping(statistics.token_ids(answers)),
         "answers": statistics.by_question(answers),
         "seconds": time.perf_counter() - started,

@@ -6,7 +6,7 @@ Knows nothing of engines or models.
 from collections.abc import Mapping
 
 from eagle_train.artifacts.markdown import code, plain
-from evals.bench.report import Found, document, made_on, number, sampled, sampling, table
+from evals.bench.report import Found, contexts_beside, document, made_on, number, sampled, sampling, table
 from evals.bench.statistics import interval_of
 from evals.bench.study import part_title
 
@@ -15,7 +15,7 @@ def markdown(found: Found) -> str:
     """report.md."""
     sections = {f"Experiment {found['config']['study']['name']}": setting(found)}
     for part in found["parts"]:
-        sections[part_title(part)] = "\n\n".join([runs_table(found, part), *part_tables(found, part)])
+        sections[part_title(part)] = "\n\n".join([runs_table(found, part), *part_tables(found, part), along(part)])
     if found["speedups"] is not None:
         sections["Speed-up over plain decoding"] = "\n\n".join([speed_note(found), speed_table(found["speedups"])])
     return document(sections | {"Made on": made_on(found)})
@@ -92,6 +92,13 @@ def trees_table(part: Found) -> str:
     gains = {name: one["gain_over_first_tree"] for name, one in part["variants"].items()}
     first, *others = next(iter(gains.values()))
     return _by_tree(part, f"TPC above {plain(first)}, {part_title(part)}", gains, signed=True) if others else ""
+
+
+def along(part: Found) -> str:
+    """TPC and acceptance by context, with the first tree."""
+    tree = next(iter(next(iter(part["variants"].values()))["tpc"]))
+    rows = {name: one["by_context"][tree] for name, one in part["variants"].items()}
+    return f"With {plain(tree)}, all seeds together:\n\n{contexts_beside(rows)}"
 
 
 def _by_tree(part: Found, title: str, figures: Mapping[str, Mapping[str, Found]], signed: bool) -> str:

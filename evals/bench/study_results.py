@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.results import time_in_words
-from evals.bench import statistics
+from evals.bench import contexts, statistics
 from evals.bench.study import StudyConfig, Trained
 from evals.bench.study_answers import FIGURES, SPEED, answers_asked, speed_asked
 from evals.bench.study_runs import draft_of, kept, timing_asked, training_asked
@@ -112,7 +112,7 @@ def parts_of(config: StudyConfig) -> list[Found]:
 
 
 def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
-    """Each variant's figures over its seeds, and its gain over the reference."""
+    """Each variant's figures, of all its seeds together, and its gain over the reference."""
     runs = {name: [trained(config, name, steps, equal, seed) for seed in config.seeds] for name in config.chosen}
     answers = {name: answers_of(config, own) for name, own in runs.items()}
     reference, found, first = config.study.reference, {}, next(iter(config.study.trees))
@@ -120,6 +120,7 @@ def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
     for name, own in runs.items():
         same = config.draft_run(own[0]) == config.draft_run(runs[reference][0])  # and so for all seeds
         made = _there(run_file(config, own[0]), training_asked(config, own[0]))
+        rounds = {tree: [each["contexts"] for each in by_seed] for tree, by_seed in answers[name].items()}
         counts = {tree: [each["answers"] for each in by_seed] for tree, by_seed in answers[name].items()}
         found[name] = {
             "steps": own[0].steps,
@@ -128,9 +129,8 @@ def variants_of(config: StudyConfig, steps: int, equal: str) -> Found:
             "parameters": made["parameters"],
             "tpc": {tree: statistics.tpc_interval(each) for tree, each in counts.items()},
             "tpc_by_seed": {tree: [each["tpc"] for each in by_seed] for tree, by_seed in answers[name].items()},
-            "acceptance_per_depth": {
-                tree: by_seed[0]["acceptance_per_depth"] for tree, by_seed in answers[name].items()
-            },
+            "acceptance_per_depth": {tree: contexts.acceptance(each) for tree, each in rounds.items()},
+            "by_context": {tree: contexts.rows_of(each) for tree, each in rounds.items()},
             "looping_answers": max(each["looping_answers"] for one in answers[name].values() for each in one),
             "gain": {tree: statistics.tpc_gain(each, theirs[tree], same) for tree, each in counts.items()},
             "gain_over_first_tree": {

@@ -5,8 +5,9 @@ every depth. From these ranks come the shares by (depth, child rank), the pruned
 decoding again: exact with draft.alignment=accepted, approximate with `last`. Knows nothing of time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,8 @@ from eagle_train.drafts.kind import Rows
 from eagle_train.inference import Tree, chain, full, pruned
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
+from evals.bench.contexts import counted, rows_of
+from evals.bench.statistics import Answer
 
 Ranks = torch.Tensor
 """int64 [roots, depth]: the rank of the answer's token, `depth` after each root, among the draft's proposals;
@@ -28,6 +31,17 @@ class Candidate:
     name: str
     tree: Tree
     tpc: float
+
+    def about(self, answers: Iterable[Answer], ranks: Iterable[Ranks], limit: int) -> dict[str, Any]:
+        """For results.json, with acceptance by context on the answers, each with its ranks. `limit`: as of
+        `contexts.by_context`."""
+        rounds = (
+            (answer.question.line, len(answer.prompt) + 1 + root, kept, self.tree.max_depth, accepted)
+            for answer, own in zip(answers, ranks, strict=True)
+            for root, kept, accepted in rounds_of(self.tree, own)
+        )
+        found = {"name": self.name, "parents": list(self.tree.parents), "tpc": self.tpc}
+        return found | {"by_context": rows_of([counted(rounds, limit)])}
 
 
 @torch.inference_mode()
@@ -66,22 +80,24 @@ def acceptance(ranks: Iterable[Ranks], depth: int, children: int) -> list[list[f
 
 def tpc_of(tree: Tree, ranks: Iterable[Ranks]) -> float:
     """Tokens per call over the answers: each round's tree follows the answer as deep as it holds it."""
-    children = tree.children.tolist()
-    tokens = calls = 0
-    for answer in ranks:
-        paths, root = answer.tolist(), 0
-        while root < len(paths):
-            node, deep = 0, 0
-            while deep < min(tree.max_depth, len(paths) - root):
-                rank = paths[root][deep]
-                node = children[node][rank] if rank < len(children[node]) else -1
-                if node < 0:
-                    break
-                deep += 1
-            root += min(deep + 1, len(paths) - root)
-            calls += 1
-        tokens += len(paths)
-    return tokens / calls if calls else 1.0
+    rounds = [kept for answer in ranks for _, kept, _ in rounds_of(tree, answer)]
+    return sum(rounds) / len(rounds) if rounds else 1.0
+
+
+def rounds_of(tree: Tree, answer: Ranks) -> Iterator[tuple[int, int, int]]:
+    """The rounds of one answer: of each its root, how many tokens it commits, and how many drafts are accepted."""
+    children, paths, root = tree.children.tolist(), answer.tolist(), 0
+    while root < len(paths):
+        node, deep = 0, 0
+        while deep < min(tree.max_depth, len(paths) - root):
+            rank = paths[root][deep]
+            node = children[node][rank] if rank < len(children[node]) else -1
+            if node < 0:
+                break
+            deep += 1
+        kept = min(deep + 1, len(paths) - root)
+        yield root, kept, deep
+        root += kept
 
 
 def candidates(

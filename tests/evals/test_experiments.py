@@ -23,6 +23,7 @@ from eagle_train.models.target import Target
 from eagle_train.settings import CONF_DIR, build
 from evals import experiments
 from evals.bench import statistics, study_answers, study_plan, study_runs
+from evals.bench.contexts import acceptance
 from evals.bench.study import StudyConfig, Trained
 from evals.bench.worker import Worker
 from tests.support.command_line import call, chats, write_jsonl
@@ -100,10 +101,19 @@ def test_variants_train_for_the_references_time_and_once(home, in_process, capsy
         assert figure["low"] <= figure["tpc"] <= figure["high"]
     assert 1.0 <= base["tpc"]["chain3"]["tpc"] < 4.0
     assert len(base["acceptance_per_depth"]["chain3"]) == 3
+    kept = [json.loads((home / f"out/lk-4-{seed}-chain3.json").read_text()) for seed in (0, 1)]
+    calls = sum(calls for one in kept for _, calls in one["answers"])
+    assert sum(row["rounds"] for row in lk["by_context"]["chain3"]) == calls  # of both seeds
     report = (home / "out" / "report.md").read_text()
+    assert "With chain3, all seeds together:" in report
     assert "\n| lk " in capsys.readouterr().out
     assert "| lk `train.logits_loss=lk` |" in report
     before = len(in_process)
+    kept[1]["contexts"][0]["drafts"] = [[3, 3, calls]]  # as if the other seed's drafts were all accepted
+    (home / "out/lk-4-1-chain3.json").write_text(json.dumps(kept[1]))
+    assert call(experiments.main, *given(home, "seeds=[0,1]")) == 0
+    lk = results(home)["parts"][0]["variants"]["lk"]
+    assert lk["acceptance_per_depth"]["chain3"] == acceptance([one["contexts"] for one in kept])
     assert (
         call(experiments.main, *given(home, "only=[lk]", "max_tokens=11")) == 0
     )  # asked otherwise, by the same drafts

@@ -116,11 +116,13 @@ def test_the_whole_command(home, tmp_path, capsys):
         assert figures["differing_answers"] == 0
         assert figures["draft_latency_ms"] > 0
         assert len(figures["acceptance_per_depth"]) == 3
+        assert sum(row["rounds"] for row in figures["by_context"]) == figures["calls"]
     held = {scheme: figures["feed_forward_bytes"] for scheme, figures in found["schemes"].items()}
     assert held["int4"] < held["none"] / 7
     report = (out / "report.md").read_text()
     assert f"| INT4 | {found['schemes']['int4']['tpc']:.3f} |" in report
     assert "Answers that differ from those with the draft as it is: FP8 0, INT4 0." in report
+    assert "## By context" in report
     assert "provenance" in found
     assert "| as it is |" in capsys.readouterr().out
 

@@ -14,6 +14,7 @@ from evals.bench.page.canvas import SERIES
 from evals.bench.page.decoding_blocks import along_context, tpc_against_ttit
 from evals.bench.page.gather import Source
 from evals.bench.page.overview import labels_of
+from evals.bench.page.sections import KINDS
 from evals.bench.page.shown import command
 from tests.support.command_line import call, write_jsonl
 from tests.support.html_structure import Element, contrast, page, schemes
@@ -296,6 +297,16 @@ def test_acceptance_by_context_is_drawn_where_there_are_several():
     assert plot.numbers.rows == [["chain2", "50.0 %; TPC 2.00 (1.50 to 3.50)", "75.0 %; TPC 3.00 (1.50 to 3.50)"]]
     assert plot.svg.startswith("<svg")
     assert along_context({"chain2": rows[:1]}) == along_context({}) == []
+    for name, change in {
+        "quantisation": lambda found: found["schemes"]["none"].update(by_context=rows),
+        "tune_trees": lambda found: [each.update(by_context=rows) for each in found["trees"]],
+        "study_trees": lambda found: found["parts"][0]["variants"]["draft"].update(by_context={"chain3": rows}),
+    }.items():
+        found = json.loads((PUBLISHED / f"{name}.json").read_text())
+        made, before = KINDS[found["evaluation"]].blocks, Source("x", found["evaluation"], found, [])
+        assert not [block for block in made(before) if "Acceptance by context" in getattr(block, "title", "")]
+        change(found)
+        assert [block for block in made(before) if "Acceptance by context" in getattr(block, "title", "")]
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,11 @@ def test_the_whole_command(home, given, tmp_path, capsys):
     assert found["vllm"]["acceptance_length"] == 2.0
     assert found["relative_difference"] == pytest.approx(2.0 / found["eagle_train"]["acceptance_length"] - 1)
     assert found["provenance"]["vllm"] == "0.32.0"
+    assert sum(row["rounds"] for row in found["by_context"]) == found["eagle_train"]["drafts"]
     report = (tmp_path / "report.md").read_text()
     assert "Mind that serving engines begin the draft at the second token" in report
     assert "Answers with the same tokens: 5 of 6." in report
+    assert "Of our engine: vLLM's counters tell no single rounds." in report
     assert f"| 1 + accepted / drafts | {found['eagle_train']['acceptance_length']:.3f} | 2.000 |" in report
     assert "answers with the same tokens: 5 of 6" in capsys.readouterr().out
 

@@ -132,6 +132,8 @@ def test_the_whole_command(home, tmp_path, capsys):
     for row, tree in zip(found["table"], found["trees"], strict=False):
         assert load_tree({"parents": tree["parents"]}).num_nodes == len(tree["parents"])
         assert row["tpc"] == next(each["tpc"] for each in found["trees"] if each["name"] == row["tree"])
+    rounds = [sum(each["rounds"] for each in tree["by_context"]) for tree in found["trees"]]
+    assert [rounds[0] / each for each in rounds] == pytest.approx([tree["tpc"] for tree in found["trees"]])
     printed = capsys.readouterr().out
     assert f"(tree={out}/table.yaml)" in printed
     again = arguments(home, f"out={tmp_path}/again", f"tree={out}/table.yaml", "batch_size=2")

@@ -91,6 +91,7 @@ def serving(source: Source) -> list[Block]:
     return [
         Table(caption, ["engine", "TPC", "acceptance length", "drafts"], rows),
         acceptance({name: each["acceptance_per_depth"] for name, each in both.items()}),
+        *along_context({"eagle_train": source.found.get("by_context", [])}),
     ]
 
 

@@ -82,11 +82,12 @@ def by_context(rows: Sequence[Row]) -> list[Block]:
     ]
 
 
-def along_context(series: Mapping[str, Sequence[Row]]) -> list[Block]:
+def along_context(series: Mapping[str, Sequence[Row]], where: str = "") -> list[Block]:
     """The same of real questions, in buckets of the context of each round; nothing where no series has two of them.
 
-    `series`: rows of `contexts.by_context` by decoding.
+    `series`: rows of `contexts.by_context` by decoding. `where`: what all are of, for titles.
     """
+    behind = f", {where}" if where else ""
     series = {name: rows for name, rows in series.items() if any(row["acceptance_per_depth"] for row in rows)}
     if max((len(rows) for rows in series.values()), default=0) < 2:
         return []
@@ -100,10 +101,11 @@ def along_context(series: Mapping[str, Sequence[Row]]) -> list[Block]:
         of = {row["to"]: row for row in rows}
         cells = [_bucket(of[end]) if end in of else "" for end in ends]
         told.append([name, *cells])
-    numbers = Table("Acceptance at depth 1, and TPC (95 %), by context up to", ["decoding", *map(str, ends)], told)
+    caption = f"Acceptance at depth 1, and TPC (95 %), by context up to{behind}"
+    numbers = Table(caption, ["decoding", *map(str, ends)], told)
     drawn = plots.lines(points, "context up to, tokens", "share accepted at depth 1", percent=True, log=True)
-    said = "Of the rounds that draft, the share whose first draft is accepted, by the tokens before the round."
-    return [Plot("Acceptance by context", said, drawn, numbers)]
+    said = "Of the rounds that draft, the share whose first draft is accepted, by the tokens before the round"
+    return [Plot(f"Acceptance by context{behind}", f"{said}{behind}.", drawn, numbers)]
 
 
 def _bucket(row: Row) -> str:

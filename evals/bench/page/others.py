@@ -6,7 +6,7 @@ from typing import Any
 
 from evals.bench.page import plots, tree_plot
 from evals.bench.page.blocks import Block, Facts, Notes, Plot, Table
-from evals.bench.page.decoding_blocks import tpc_against_ttit
+from evals.bench.page.decoding_blocks import along_context, tpc_against_ttit
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import overrides, spread
 from evals.bench.trees import unpaid
@@ -44,6 +44,8 @@ def tune_trees(source: Source) -> list[Block]:
     drawable = [name for name in branching if len(trees[name]["parents"]) <= MOST_NODES + 1]
     best = [row["tree"] for row in found["table"] if row["tree"] in trees][:1]
     largest = sorted(drawable, key=lambda name: trees[name]["tpc"])[-1:]
+    blocks += along_context({row["tree"]: trees[row["tree"]].get("by_context", []) for row in found["table"]
+                             if row["tree"] in trees})  # fmt: skip
     return [
         *blocks,
         *(tree(name, trees[name]["parents"], found["acceptance"]) for name in dict.fromkeys(best + largest)),
@@ -97,7 +99,8 @@ def quantisation(source: Source) -> list[Block]:
         for name, r in source.found["schemes"].items()
     ]  # fmt: skip
     header = ["weights", "TPC", "change", "drafting, ms", "relative", "feed-forward, MB"]
-    return [Table("Quantised drafts", header, rows)]
+    along = {name: row.get("by_context", []) for name, row in source.found["schemes"].items()}
+    return [Table("Quantised drafts", header, rows), *along_context(along)]
 
 
 def gating(source: Source) -> list[Block]:

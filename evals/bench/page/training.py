@@ -5,7 +5,7 @@ from typing import Any
 
 from evals.bench.page import plots
 from evals.bench.page.blocks import Block, Facts, Plot, Table
-from evals.bench.page.decoding_blocks import acceptance
+from evals.bench.page.decoding_blocks import acceptance, along_context
 from evals.bench.page.gather import Source
 from evals.bench.page.shown import spread
 from evals.bench.statistics import interval_of
@@ -103,6 +103,8 @@ def experiments(source: Source) -> list[Block]:
         blocks.append(
             acceptance({f"{n}, {deepest}": one["acceptance_per_depth"][deepest] for n, one in variants.items()})
         )
+        along = {name: one.get("by_context", {}).get(trees[0], []) for name, one in variants.items()}
+        blocks += along_context(along, f"{trees[0]}, {title}")
     blocks += _by_steps(source)
     speedups = source.found["speedups"]
     if speedups:

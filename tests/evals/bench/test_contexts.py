@@ -1,5 +1,6 @@
 """Acceptance by context: which bucket a round is in, and questions behind documents."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,9 @@ from eagle_train.errors import UserError
 from eagle_train.inference import Requests
 from eagle_train.models.loading import TargetConfig, load_target
 from evals.bench import statistics
-from evals.bench.contexts import by_context, packed
+from evals.bench.contexts import acceptance, by_context, counted, packed, rounds_of, rows_of
 from evals.bench.questions import Question
-from evals.bench.report import contexts
+from evals.bench.report import contexts, contexts_beside
 from evals.bench.requests import chat_tokens
 from tests.support.eval_inputs import make_home
 from tests.support.measuring import answer
@@ -48,6 +49,33 @@ def test_acceptance_is_of_the_rounds_that_draft_so_deep():
     many = [one | {"rounds": 12345, "questions": 1000}, one | {"acceptance_per_depth": []}]
     assert "| 1,000 | 12,345 | 1.00 | 0.50 |" in contexts(many)
     assert "| nothing drafted |" in contexts(many)
+
+
+@pytest.mark.usefixtures("few")
+def test_runs_are_summed_before_they_are_divided():
+    """As they are read from files: another seed's rounds count as many, and no seed stands for all."""
+    first = [decoded(63, [1, 3], drafted=[2, 2], accepted=[0, 2]), decoded(80, [2], line=2, drafted=[1], accepted=[1])]
+    second = [decoded(63, [1] * 4, drafted=[2] * 4, accepted=[0] * 4)]
+    runs = [json.loads(json.dumps(counted(rounds_of(answers), 300))) for answers in (first, second)]
+    found = rows_of(runs)
+    assert [(row["from"], row["to"], row["rounds"], row["questions"], row["tpc"]) for row in found] == [
+        (1, 64, 2, 1, 1.0),
+        (65, 128, 5, 2, 8 / 5),
+    ]
+    assert [row["acceptance_per_depth"] for row in found] == [[0, 0], [2 / 5, 1 / 4]]
+    assert acceptance(runs) == [2 / 7, 1 / 6]
+    assert rows_of(runs[:1]) == by_context(first, 300)
+    low, high = found[1]["tpc_interval"]
+    assert 1 <= low < 8 / 5 < high <= 2.5
+
+
+def test_decodings_stand_beside_one_another_by_context():
+    drafted = decoded(63, [1, 3], drafted=[2, 2], accepted=[0, 2])
+    told = contexts_beside({"a": by_context([drafted], 300), "b": by_context([decoded(70, [1])], 300)})
+    assert "| by context, tokens | 1 to 64 | 65 to 128 |" in told
+    assert "| a | 0.0 %; TPC 1.00 | 100.0 %; TPC 3.00 |\n| b |  | no draft; TPC 1.00 |" in told
+    one = by_context([decoded(70, [1])], 300)
+    assert contexts_beside({"a": one, "b": one}) == "All rounds have contexts of 65 to 128 tokens."
 
 
 def test_the_last_bucket_ends_with_the_context():

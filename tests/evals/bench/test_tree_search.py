@@ -8,7 +8,10 @@ import torch
 from eagle_train.artifacts.format import load_draft
 from eagle_train.inference import Engine, SamplingParams, chain, full, pruned
 from eagle_train.models.loading import TargetConfig, load_target
-from evals.bench.tree_search import acceptance, ranks_of, tpc_of
+from evals.bench import contexts
+from evals.bench.questions import Question
+from evals.bench.statistics import Answer
+from evals.bench.tree_search import Candidate, acceptance, ranks_of, tpc_of
 from tests.support.eval_inputs import make_home
 
 PROMPTS = [[5, 9, 60], [7], [100, 3, 200, 41, 8], [66, 120]]
@@ -21,7 +24,7 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("tree", [chain(1), chain(3), full(2, 3), pruned(6, [[0.5, 0.3, 0.1]] * 3)])
 @pytest.mark.parametrize("temperature", [0.0, 0.4])
-def test_a_trees_calls_are_the_engines(home, tree, temperature):
+def test_a_trees_calls_are_the_engines(home, monkeypatch, tree, temperature):
     """At temperature 0 to the last call; sampled, a token is committed from the draft exactly when it was drafted."""
     target = load_target(TargetConfig(str(home / "target")), "cpu")
     draft = load_draft(home / "draft")
@@ -33,6 +36,18 @@ def test_a_trees_calls_are_the_engines(home, tree, temperature):
     tokens, calls = (sum(getattr(o.stats, name) for o in outputs) for name in ("tokens", "calls"))
     assert 1.2 < tokens / calls < tree.max_depth + 0.9
     assert tpc_of(tree, ranks) == tokens / calls
+    monkeypatch.setattr(contexts, "LEAST", 8)
+    asked = [Question(number, number, None, [], ["?"]) for number in range(len(PROMPTS))]
+    answers = [Answer(*each) for each in zip(asked, [1] * len(PROMPTS), PROMPTS, outputs, strict=True)]
+    found = Candidate("it", tree, 1.0).about(answers, ranks, 40)["by_context"]
+    assert [row["to"] for row in found] == [8, 16, 32, 40]
+    # Behind an answer's end the engine knows of drafts what ranks do not.
+    assert [_without(row) for row in found] == [_without(row) for row in contexts.by_context(answers, 40)]
+    assert found[1]["acceptance_per_depth"] == contexts.by_context(answers, 40)[1]["acceptance_per_depth"]
+
+
+def _without(row: dict) -> dict:
+    return {key: value for key, value in row.items() if key != "acceptance_per_depth"}
 
 
 def test_shares_by_depth_and_rank():
