@@ -20,8 +20,9 @@ class Question:
     """`turns`: the user's messages, each of which follows the target's answer to the one before.
 
     `history`: the messages before the first turn. `reference`: the file's own answer, where it has one; the target
-    never sees it. `line`: the question's place in the file, from 1: its line, or its element of an array. `variables`:
-    what the chat template is told beside the messages; `key`: of the suite that says so, for errors.
+    never sees it. `line`: the question's place, from 1, which no other one of the set has: its line in the file, its
+    element of an array, or its row among those of several files. `variables`: what the chat template is told beside the
+    messages; `key`: of the suite that says so, for errors.
     """
 
     line: int
@@ -45,8 +46,10 @@ def read_questions(path: str, limit: int | None = None, key: str = "questions") 
     """
     known = f"{said}; or give {key}=FILE" if (said := hint(path)) else "; give a JSON file"
     check(Path(path).is_file(), f"{key}={path}: no such file{known}")
-    is_text = path.endswith(".txt")
-    questions = _lines_of(path, key) if is_text else [question_of(row, place) for place, row in rows_of(path)]
+    if path.endswith(".txt"):
+        questions = _lines_of(path, key)
+    else:
+        questions = [question_of(row, place, line_of(place)) for place, row in rows_of(path)]
     check(len(questions) > 0, f"{key}={path}: the file is empty; give a question a line")
     return evenly(questions, limit)
 
@@ -67,17 +70,24 @@ def rows_of(path: str) -> Iterator[tuple[str, Row]]:
 def _lines_of(path: str, key: str) -> list[Question]:
     """A question for each line with text."""
     with foreign(f"{key}={path}"):
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8-sig").split("\n")  # a text may hold other signs that end lines
     return [Question(number, number, None, [], [line]) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def question_of(row: Row, place: str) -> Question:
-    """The question of a row; `place` ends with its number, as FILE:LINE does. Raises UserError that begins with it."""
+def line_of(place: str) -> int:
+    """The number that a row's place ends with, as FILE:LINE does."""
+    return int(re.findall(r"\d+$", place)[0])
+
+
+def question_of(row: Row, place: str, line: int) -> Question:
+    """The question of a row, in which null is as no field: Arrow has all columns in each row. Raises UserError that
+    begins with the row's place."""
+    row = {key: value for key, value in row.items() if value is not None}
     try:
         history, turns, reference = _parts_of(row)
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
-    line, category = int(re.findall(r"\d+$", place)[0]), row.get("category")
+    category = row.get("category")
     said = "must be a text or a number, or left out"
     check(category is None or _is_name(category), f"{place}: category={shown(category)}: {said}")
     name: Any = next((row[key] for key in ("question_id", "task_id", "id") if key in row), line)

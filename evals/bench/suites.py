@@ -15,7 +15,7 @@ from eagle_train.corpus.rows import PlacedRow, Row, parse
 from eagle_train.corpus.source import SourceConfig, open_source
 from eagle_train.errors import OptionError, UserError, check, shown
 from eagle_train.settings import CONF_DIR, build
-from evals.bench.questions import Question, evenly, question_of
+from evals.bench.questions import Question, evenly, line_of, question_of
 
 THINKING = "enable_thinking"  # the variable of chat templates that Qwen3, GLM and others read
 PROMPT = "{prompt}"
@@ -75,7 +75,12 @@ class Suite:
         `key`: the config's, and `give`: what names a file, for errors. Raises UserError for what is missing, and with
         its place for a row of another schema or an unknown category.
         """
-        return evenly([self._question(place, parse(place, row), key) for place, row in self._rows(key, give)], limit)
+        rows = list(self._rows(key, give))
+        lines = [line_of(place) for place, _ in rows]
+        if len(set(lines)) < len(lines):  # of several files, each of which begins at 1
+            lines = list(range(1, len(lines) + 1))
+        placed = zip(rows, lines, strict=True)
+        return evenly([self._question(place, parse(place, row), line, key) for (place, row), line in placed], limit)
 
     def about(self) -> dict[str, Any]:
         """For results.json."""
@@ -94,9 +99,9 @@ class Suite:
         except UserError as error:
             raise UserError(f"{error}; {give}") from error
 
-    def _question(self, place: str, row: Row, key: str) -> Question:
+    def _question(self, place: str, row: Row, line: int, key: str) -> Question:
         """A row's question, with the template and what the chat template is told."""
-        question = question_of(self._renamed(place, row, key), place)
+        question = question_of(self._renamed(place, row, key), place, line)
         known = self.categories is None or question.category in self.categories
         check(known, f"{place}: category={question.category}: {self.title} has {', '.join(self.categories or [])}")
         first, *later = question.turns

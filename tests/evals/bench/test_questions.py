@@ -37,6 +37,11 @@ def test_lines_of_a_text(tmp_path):
         Question(1, 1, None, [], ["a b"], None),
         Question(4, 4, None, [], ["c"], None),
     ]
+    (tmp_path / "q.txt").write_bytes("\ufeffone\u2028line\x85\r\ntwo".encode())
+    assert [(each.line, each.turns) for each in read_questions(str(tmp_path / "q.txt"))] == [
+        (1, ["one\u2028line\x85"]),
+        (2, ["two"]),
+    ]
     (tmp_path / "q.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"questions=\S+q\.txt: 'utf-8' codec"):
         read_questions(str(tmp_path / "q.txt"))

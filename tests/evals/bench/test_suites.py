@@ -65,6 +65,19 @@ def test_a_set_of_ones_own(tmp_path):
     assert [(question.category, question.turns) for question in questions] == [("de", ["Hallo?"]), ("fr", ["Ça va ?"])]
 
 
+def test_no_two_questions_of_several_files_are_one(tmp_path):
+    """Intervals, counts and seeds know a question by its line, and each file begins at 1."""
+    rows = [{"prompt": f"{language} {number}", "language": language} for language in ("de", "fr") for number in (1, 2)]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "set", num_shards=2)
+    questions = read("own", tmp_path / "set", category="language")
+    assert [(each.line, each.id, each.turns) for each in questions] == [
+        (place, place, [row["prompt"]]) for place, row in enumerate(rows, 1)
+    ]
+    write_rows(tmp_path / "q.jsonl", rows)
+    (tmp_path / "q.jsonl").write_text("\n" + (tmp_path / "q.jsonl").read_text())
+    assert [each.line for each in read("own", tmp_path / "q.jsonl")] == [2, 3, 4, 5]  # of one file its own
+
+
 def test_the_hub_is_read_where_no_file_is_given(monkeypatch):
     """By a stand-in that has the columns of each repository."""
     rows = {
