@@ -8,6 +8,7 @@ same questions batch by batch in turn. Knows nothing of how weights are rounded.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import truediv
 from statistics import median
 from typing import Any
 
@@ -33,7 +34,9 @@ SCOPE = {"ffn": "its feed-forward", "all_linear": "all its matrices"}
 NOTE = (
     "TPC: tokens committed in decoding, by calls of the target; its change is against the draft as it is. Drafting "
     "takes the median over the batches of questions, which all drafts answered in turn; relative is the median of "
-    "each batch's time divided by that of the draft as it is. MB are 10^6 bytes, as held in memory in this run."
+    "each batch's time divided by that of the draft as it is. In brackets: 95 % intervals, of the change by bootstrap "
+    "over the questions, the same for both, of relative by order statistics over the batches, from 6 on. MB are 10^6 "
+    "bytes, as held in memory in this run."
 )
 
 
@@ -96,6 +99,7 @@ def measured(run: TimedRun, plain: TimedRun, config: Config) -> dict[str, Any]:
     Latencies are medians over the batches of questions, ratios those of the same batch.
     """
     tpc, before = (statistics.decoded_tpc(each.answers, config.max_tokens) for each in (run, plain))
+    counts = [statistics.by_question(each.answers) for each in (run, plain)]
     stats = [answer.output.stats for answer in run.answers]
     pairs = [pair for pair in zip(run.drafting, plain.drafting, strict=True) if all(rounds for _, rounds in pair)]
     check(len(pairs) > 0, not_drafted(plain.engine, config.batch_size))
@@ -103,13 +107,16 @@ def measured(run: TimedRun, plain: TimedRun, config: Config) -> dict[str, Any]:
     answers = zip(run.answers, plain.answers, strict=True)
     return {
         "tpc": tpc,
+        "tpc_interval": statistics.question_interval(counts[0]),
         "tpc_change": tpc / before - 1,
+        "tpc_change_interval": statistics.change_interval(*counts),
         "tokens": sum(each.tokens for each in stats),
         "calls": sum(each.calls for each in stats),
         "acceptance_per_depth": statistics.acceptance(run.answers),
         "by_context": by_context(run.answers, run.engine.target.max_positions),
         "draft_latency_ms": median(own),
         "relative_draft_latency": statistics.median_ratio(own, other),
+        "relative_draft_latency_interval": statistics.median_interval(list(map(truediv, own, other))),
         "feed_forward_bytes": feed_forward_bytes(run.draft),
         "differing_answers": sum(own.output.token_ids != other.output.token_ids for own, other in answers),
     }

@@ -4,7 +4,7 @@ Knows nothing of how weights are rounded.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,12 +72,16 @@ def comparison(schemes: Mapping[str, Mapping[str, Any]]) -> str:
         [
             LABELS.get(scheme) or plain(scheme),
             number(found["tpc"], 3),
-            change(found["tpc_change"]),
+            change(found["tpc_change"]) + _ends(found["tpc_change_interval"], change),
             depths(found["acceptance_per_depth"]),
             number(found["draft_latency_ms"]),
-            number(found["relative_draft_latency"]),
+            number(found["relative_draft_latency"]) + _ends(found["relative_draft_latency_interval"], number),
             number(found["feed_forward_bytes"] / 1e6),
         ]
         for scheme, found in schemes.items()
     ]
     return table(COLUMNS, rows)
+
+
+def _ends(interval: Sequence[float] | None, told: Callable[[float], str]) -> str:
+    return "" if interval is None else f" ({' to '.join(map(told, interval))})"

@@ -159,6 +159,16 @@ def question_interval(counts: Sequence[Sequence[int]]) -> tuple[float, float] | 
     return _ends(_resampled([decoded], _drawn_questions([decoded]), seed=1))
 
 
+def change_interval(own: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> tuple[float, float] | None:
+    """The 95 % bootstrap interval of one decoding's TPC divided by another's, less 1, from [tokens, calls] of each
+    question, the same questions drawn for both; None for fewer than `FEWEST` that both decoded."""
+    both = [[*ours, *theirs] for ours, theirs in zip(own, other, strict=True) if ours[1] and theirs[1]]
+    if len(both) < FEWEST:
+        return None
+    tokens, calls, before, before_calls = torch.tensor(both).double()[_drawn_questions([both])].sum(1).unbind(-1)
+    return _ends((tokens / calls) / (before / before_calls) - 1)
+
+
 def _tpc_of(runs: Runs) -> float:
     tokens, calls = torch.tensor(runs).sum((0, 1)).tolist()
     return tokens / calls

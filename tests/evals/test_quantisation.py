@@ -58,6 +58,10 @@ def test_ratios_are_those_of_the_same_batch(home, target):
     found = measured(run(engine, [(0.008, 10), (0.0, 0), (0.018, 10), (0.500, 5)], 7), plain, config)
     assert found["draft_latency_ms"] == pytest.approx(1.8)
     assert found["relative_draft_latency"] == pytest.approx(0.8)
+    assert found["tpc_change_interval"] is found["relative_draft_latency_interval"] is None  # of one question
+    longer = [(0.010, 10)] * 6
+    found6 = measured(run(engine, [(0.008, 10)] * 5 + [(0.5, 10)], 7), run(engine, longer, 8), config)
+    assert found6["relative_draft_latency_interval"] == pytest.approx((0.8, 50))
     assert (found["tpc"], found["tpc_change"], found["tokens"], found["calls"]) == (7 / 4, 7 / 8 - 1, 7, 4)
     assert found["acceptance_per_depth"] == [3 / 4, 1 / 4]
     assert found["differing_answers"] == 1
@@ -104,7 +108,7 @@ def test_the_bytes_of_feed_forward_parts(home, target):
     assert sizes == [4 * FFN, FFN + 4 * outputs, FFN // 2 + 2 * FFN // 128]
 
 
-@pytest.mark.usefixtures("noisy")
+@pytest.mark.usefixtures("noisy", "few")
 def test_the_whole_command(home, tmp_path, capsys):
     out = tmp_path / "out"
     assert call(quantisation.main, *arguments(home, f"out={out}")) == 0
@@ -112,7 +116,12 @@ def test_the_whole_command(home, tmp_path, capsys):
     assert list(found["schemes"]) == ["none", "fp8", "int4"]
     plain = found["schemes"]["none"]
     assert (plain["tpc_change"], plain["relative_draft_latency"], found["prompts"]) == (0, 1, 6)
+    assert plain["tpc_change_interval"] == [0, 0]  # the same questions are drawn for both
+    assert "| as it is | " in (out / "report.md").read_text()
+    assert "| 0.0 % (0.0 % to 0.0 %) |" in (out / "report.md").read_text()
     for figures in found["schemes"].values():
+        low, high = figures["tpc_change_interval"]
+        assert low <= figures["tpc_change"] <= high
         assert figures["differing_answers"] == 0
         assert figures["draft_latency_ms"] > 0
         assert len(figures["acceptance_per_depth"]) == 3

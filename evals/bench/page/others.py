@@ -94,13 +94,20 @@ def switches(source: Source) -> list[Block]:
 def quantisation(source: Source) -> list[Block]:
     """A draft as it is and quantised."""
     rows = [
-        [name, f"{r['tpc']:.3f}", f"{100 * r['tpc_change']:+.2f} %", f"{r['draft_latency_ms']:.2f}",
-         f"{r['relative_draft_latency']:.2f}", f"{r['feed_forward_bytes'] / 1e6:.2f}"]
+        [name, spread(r["tpc"], r.get("tpc_interval"), 3), _change(r), f"{r['draft_latency_ms']:.2f}",
+         spread(r["relative_draft_latency"], r.get("relative_draft_latency_interval")),
+         f"{r['feed_forward_bytes'] / 1e6:.2f}"]
         for name, r in source.found["schemes"].items()
     ]  # fmt: skip
-    header = ["weights", "TPC", "change", "drafting, ms", "relative", "feed-forward, MB"]
+    header = ["weights", "TPC (95 %)", "change (95 %)", "drafting, ms", "relative (95 %)", "feed-forward, MB"]
     along = {name: row.get("by_context", []) for name, row in source.found["schemes"].items()}
     return [Table("Quantised drafts", header, rows), *along_context(along)]
+
+
+def _change(row: Mapping[str, Any]) -> str:
+    interval = row.get("tpc_change_interval")
+    told = "" if interval is None else f" ({' to '.join(f'{100 * end:+.2f}' for end in interval)})"
+    return f"{100 * row['tpc_change']:+.2f} %{told}"
 
 
 def gating(source: Source) -> list[Block]:

@@ -106,6 +106,16 @@ def test_of_five_questions_there_is_no_interval():
     assert statistics.speedup_interval(plain, other) == (2, 2)
 
 
+def test_a_change_is_paired_by_question():
+    """Each question has half as many calls again: its own TPC differs much from the others', and the change does not.
+    What one side did not decode tells nothing."""
+    counts = [[10 * line, 4] for line in range(1, 8)]
+    more = [[tokens, calls * 3 // 2] for tokens, calls in counts]
+    assert statistics.change_interval(more, counts) == pytest.approx((-1 / 3, -1 / 3))
+    assert statistics.change_interval(more[:5], counts[:5]) is None
+    assert statistics.change_interval([*more[:5], [0, 0], [0, 0]], counts) is None
+
+
 def test_counts_and_groups():
     answers = [
         answer([1] * 5, "maths", 1, 1, "stop", calls=1, tokens=4),
