@@ -132,7 +132,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         "reading prompts included; the engines take turns of a few rounds. `gate / best`: with engine.gate, against "
         "the faster of no drafts and its own tree; `auto / best`: tree=auto against the fastest of all fixed ones."
     )
-    text = f"{said}\n\n{comparison(found['rows'])}"
+    left = [f"Rows still to come: {found['left']}."] if found["left"] else []
+    text = "\n\n".join([said, comparison(found["rows"]), *left])
     return document({"Choosing against fixed choices": text, "Made on": made_on(found)})
 
 

@@ -280,6 +280,7 @@ def row_of(cell: Cell, name: str, plain: list[AnswerBatch], theirs: list[AnswerB
         "batch_size": cell.batch_size,
         "decoding": name,
         "tpc": statistics.tpc(answers),
+        "tpc_interval": statistics.question_interval(statistics.by_question(answers)),
         "acceptance_per_depth": statistics.acceptance(answers),
         **compared,
         "speedup_interval": statistics.speedup_interval(plain, theirs),

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from statistics import geometric_mean
 from typing import Any
 
@@ -32,7 +33,8 @@ from evals.bench.report import (
 
 Found = Mapping[str, Any]
 COLUMNS = (
-    "Speed-up: plain decoding's mean TTIT divided by the row's, with its 95 % bootstrap interval over the questions. "
+    "Speed-up: plain decoding's mean TTIT divided by the row's, with its 95 % bootstrap interval over the questions, "
+    "as TPC has. "
     "Tokens/s: the median over the batches, prompts included. Drafting: its share of a round. Memory: the drafter's "
     "weights, its cache with room for a full batch, and what it keeps on the host. Equal answers: those whose tokens "
     "are plain decoding's."
@@ -83,7 +85,7 @@ def markdown(found: Found) -> str:
     )
     if cells["measured"] < cells["of"]:
         setting += f" Of {cells['of']} tasks and batch sizes {cells['measured']} so far."
-    sections = {marked(title(found), found): setting, "Speed-up and memory": PICTURE}
+    sections = {marked(title(found), found): setting, "Speed-up and memory": f"{PICTURE}{without_mean(found)}"}
     for task in found["tasks"]:
         rows = [row for row in found["rows"] if row["task"] == task["name"]]
         if rows:
@@ -96,9 +98,11 @@ def markdown(found: Found) -> str:
 
 def title(found: Found) -> str:
     """The fastest drafter at the first batch size, or that none is shown to be faster than plain decoding: on no task
-    its interval lies above 1."""
+    its interval lies above 1. Others than which it is not shown to be faster, by their intervals, are named."""
     size = found["config"]["batch_sizes"][0]
     means, rows = speedups(found, size), own_rows(found, size)
+    if not means and any(drafted(row) for row in rows):
+        return "No drafter could be measured on all tasks"
     if not means:
         return "No drafter drafted anything" if rows else "No drafter could be measured"
     best = max(means, key=lambda name: means[name][0])
@@ -111,7 +115,44 @@ def title(found: Found) -> str:
         return f"{name} has the largest speed-up, without an interval: {times} plain decoding"
     if all(low <= 1 for low, _ in known):
         return f"No drafter is shown to be faster than plain decoding: {name}, the best, has {times} its speed"
+    near = [plain(other) for other in means if other != best and not _is_faster(best, other, rows)]
+    if near:
+        return f"{name} has the largest speed-up, {times} plain decoding; not shown to be faster than {', '.join(near)}"
     return f"{name} is the fastest: {times} plain decoding"
+
+
+def _is_faster(name: str, other: str, rows: Sequence[Found]) -> bool:
+    """Whether on a task the drafter's interval lies above another one's."""
+    own, theirs = ({row["task"]: row for row in rows if row["decoding"] == each} for each in (name, other))
+    return any(_ends(own[task])[0] > _ends(theirs[task])[1] for task in own.keys() & theirs.keys())
+
+
+def _ends(row: Found) -> tuple[float, float]:
+    """The interval of the speed-up: of one that is not known, any, and where nothing was drafted, plain decoding's."""
+    low, high = (row["speedup_interval"] or (-inf, inf)) if drafted(row) else (1.0, 1.0)
+    return low, high
+
+
+def without_mean(found: Found) -> str:
+    """A sentence on drafters with rows that were left out; an empty text without any."""
+    names = dict.fromkeys(name for size in _sizes(found) for name in _incomplete(found, size))
+    if not names:
+        return ""
+    said = "a row is left out at a batch size, as its timing could not be right, and so there is no mean there"
+    return f" Of {', '.join(map(plain, names))} {said}."
+
+
+def _sizes(found: Found) -> list[int]:
+    return list(dict.fromkeys(row["batch_size"] for row in found["rows"]))
+
+
+def _incomplete(found: Found, batch_size: int) -> list[str]:
+    """The drafters without a row for some task that was measured at a batch size: a mean over the others is no figure
+    beside those over all."""
+    rows = [row for row in found["rows"] if row["batch_size"] == batch_size]
+    there = {(row["task"], row["decoding"]) for row in rows}
+    names, tasks = [each["name"] for each in found["drafters"]], {task for task, _ in there}
+    return [name for name in names if any((task, name) not in there for task in tasks)]
 
 
 def drafted(row: Found) -> bool:
@@ -121,10 +162,11 @@ def drafted(row: Found) -> bool:
 
 def speedups(found: Found, batch_size: int) -> dict[str, tuple[float, float, float]]:
     """Each drafter's speed-up over the tasks at a batch size: geometric mean, least and most; of one that drafted
-    nothing in all of them, none, and where it drafted nothing in some, as plain decoding, 1 there."""
+    nothing in all of them, or lacks a row for some, none, and where it drafted nothing in some, as plain decoding, 1
+    there."""
     by_name: dict[str, list[float]] = {}
     rows = own_rows(found, batch_size)
-    drafting = {row["decoding"] for row in rows if drafted(row)}
+    drafting = {row["decoding"] for row in rows if drafted(row)} - set(_incomplete(found, batch_size))
     for row in rows:
         if row["decoding"] in drafting:
             by_name.setdefault(row["decoding"], []).append(row["speedup"] if drafted(row) else 1.0)
@@ -166,19 +208,20 @@ def of_task(task: Found, rows: Sequence[Found], grouped: str | None) -> str:
 
 def measures(rows: Iterable[Found]) -> str:
     """A row for each batch size and decoding."""
-    header = ["decoding", "batch", "TPC", BY_DEPTH, "TTIT p50", "TTIT mean", "tokens/s", "speed-up"]
+    header = ["decoding", "batch", "TPC", "TPC, 95 %", BY_DEPTH, "TTIT p50", "TTIT mean", "tokens/s", "speed-up"]
     header += ["95 %", "drafting", "memory, MB", "made in, s", "equal answers"]
     cells = [
         [
             plain(decoding(row)),
             str(row["batch_size"]),
             number(row["tpc"]),
+            interval(row["tpc_interval"]),
             "" if row["memory"] is None else depths(row["acceptance_per_depth"], "drafted nothing; as plain decoding"),
             ms(row["ttit_p50_s"]),
             ms(row["ttit_s"]),
             number(row["tokens_per_s"], 1),
             number(row["speedup"]),
-            interval(row),
+            interval(row["speedup_interval"]),
             percent(row["drafting_share"]),
             "" if row["memory"] is None else number(row["memory"]["bytes"] / 1e6, 3),
             number(row.get("made_s"), 2),
@@ -272,9 +315,9 @@ def preparation(drafter: Found) -> str:
     return "needed" if drafter["is_prepared"] else "none"
 
 
-def interval(row: Found) -> str:
-    """The interval of the speed-up."""
-    return "" if row["speedup_interval"] is None else " to ".join(number(end) for end in row["speedup_interval"])
+def interval(ends: Sequence[float] | None) -> str:
+    """`1.05 to 1.38`; an empty text where there is none."""
+    return "" if ends is None else " to ".join(map(number, ends))
 
 
 def equal(row: Found) -> str:

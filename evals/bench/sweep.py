@@ -164,6 +164,7 @@ def rows_of(
             "arrivals": "poisson" if poisson else "together",
             "decoding": name,
             "tpc": statistics.tpc(answers),
+            "tpc_interval": statistics.question_interval(statistics.by_question(answers)),
             "acceptance_per_depth": statistics.acceptance(answers),
             # Before the times: it raises where nothing was decoded.
             **statistics.compare(answered[PLAIN], theirs, config.max_tokens),

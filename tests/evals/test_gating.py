@@ -95,6 +95,7 @@ def test_the_whole_command(home, tmp_path, capsys, monkeypatch):
     assert found["left"] == 0
     assert simulated == [True] * 15 + [False] * 5  # five engines a load, the last with the draft's own acceptance
     assert "every second request" in (out / "report.md").read_text()
+    assert "Rows still to come: 2." in gating.markdown(found | {"left": 2})
 
 
 def test_other_drafters_are_measured_by_their_own_acceptance(home, tmp_path):

@@ -11,8 +11,9 @@ import pytest
 from evals import report
 from evals.bench.page import decoding, plots
 from evals.bench.page.canvas import SERIES
+from evals.bench.page.cautions import cautions
 from evals.bench.page.decoding_blocks import along_context, tpc_against_ttit
-from evals.bench.page.gather import Source
+from evals.bench.page.gather import Source, gather
 from evals.bench.page.overview import labels_of
 from evals.bench.page.sections import KINDS
 from evals.bench.page.shown import command
@@ -66,6 +67,42 @@ def test_an_answer_without_drafts_has_its_times_and_no_acceptance():
     blocks = decoding.mt_bench(Source("x", "mt_bench", found, []))
     drafted = decoding.mt_bench(Source("x", "mt_bench", found | {"acceptance_per_depth": [0.7]}, []))
     assert len(blocks) == len(drafted) - 1
+
+
+def test_a_category_without_decoding_has_its_row():
+    """Its cells are empty, and the others stand below their headers."""
+    found = json.loads((PUBLISHED / "quickstart_avx512.json").read_text())
+    group = {"turn": None, "prompts": 2, "tpc": 2.0, "tpc_interval": None, "speedup": 1.5, "speedup_interval": None}
+    groups = [group | {"category": "a", "tpc": None, "speedup": None}, group | {"category": "b"}]
+    blocks = decoding.mt_bench(Source("x", "mt_bench", found | {"per_category_and_turn": groups}, []))
+    (table,) = (block for block in blocks if getattr(block, "caption", "") == "By category")
+    assert table.header == ["category", "prompts", "TPC", "speed-up"]
+    assert table.rows == [["a", "2", "", ""], ["b", "2", "2.00", "1.50"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("compare", {"left_out": ["heldout, a: too fast"]}, ["Left out: heldout, a: too fast."]),
+        ("compare", {"cells": {"measured": 2, "of": 8}}, ["Unfinished: 2 of 8 cells were measured, and the others "]),
+        ("switches", {"left": 3}, ["Unfinished: 3 rows of this result are still to come."]),
+        ("quantisation", {"left_out": {"int4": "too narrow"}}, ["Left out: int4: too narrow."]),
+    ],
+)
+def test_what_a_result_lacks_is_told(name, change, said):
+    found = json.loads((PUBLISHED / f"{name}.json").read_text())
+    before = cautions(Source("x", name, found))
+    told = [each for each in cautions(Source("x", name, found | change)) if each not in before]
+    assert len(told) == len(said)
+    assert all(one.startswith(other) for one, other in zip(told, said, strict=True))
+    assert not [each for each in before if each.startswith(("Left out", "Unfinished"))]
+
+
+def test_every_published_result_has_a_date():
+    """Its file has one, and each result within."""
+    for path in PUBLISHED.glob("*.json"):
+        assert json.loads(path.read_text())["date"], path
+        assert all(each.found["date"] for each in gather([str(path)])), path
 
 
 def ids_of(root: Element) -> list[str]:

@@ -106,6 +106,39 @@ def test_other_hardware_and_other_load_are_never_the_code(tmp_path):
     assert found["speed-up"][0] == found["TTIT, ms"][0] == "cannot tell", "the same load is no reason to trust times"
 
 
+def test_what_else_changed_is_told(tmp_path):
+    """The target on more ranks takes other times; a library, or a new draft at the same place, may be the reason."""
+    old, new = (result(tmp_path / name, rows) for name, rows in (("old", answers(1)), ("new", answers(2, 1.1, 1.1))))
+    file = new / "results.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps(found | {"ranks": 2}))
+    said = verdicts(tmp_path / "ranks", old, new)
+    assert said["speed-up"] == said["TTIT, ms"] == ("cannot tell", "ranks that hold the target together: 1, now 2")
+    assert said["TPC"][0] == "worse"
+    file.write_text(json.dumps(found | {"draft_source": "another", "provenance": found["provenance"] | {"torch": "9"}}))
+    said = verdicts(tmp_path / "torch", old, new)
+    assert said["TPC"][1].endswith(f"; another draft; torch {found['provenance']['torch']}, now 9")
+
+
+def test_a_comparisons_tpc_has_an_interval_and_its_own_draft(tmp_path):
+    def change(least: float) -> Callable[[list[dict]], object]:
+        return lambda rows: [row.update(tpc=least + 0.1, tpc_interval=[least, least + 0.2]) for row in rows[1:]]
+
+    old, new = (published(tmp_path / f"{least}.json", "compare", change(least)) for least in (3.0, 2.0))
+    found = json.loads(new.read_text())
+    next(each for each in found["drafters"] if each["name"] == "chain3")["draft_source"] = "another"
+    new.write_text(json.dumps(found))
+    assert call(report.main, f"compare=[{old},{new}]", f"out={tmp_path}/out") == 0
+    told = [each for each in json.loads((tmp_path / "out/comparison.json").read_text()) if each["new"]["name"] == "TPC"]
+    assert {each["verdict"] for each in told} == {"worse"}
+    assert {each["why"].partition("; ")[2] for each in told if each["new"]["of"].startswith("chain3, ")} == {
+        "another draft"
+    }
+    assert {each["why"] for each in told if not each["new"]["of"].startswith("chain3, ")} == {
+        "intervals do not overlap"
+    }
+
+
 def test_cores_that_are_idle_leave_times_alone_and_a_processor_without_a_name_is_unknown(tmp_path):
     old, rows = result(tmp_path / "old", answers(1), cores=64, threads=1), answers(2, calls=1.1, seconds=1.5)
     found = verdicts(tmp_path / "a", old, result(tmp_path / "new", rows, cores=64, threads=1, load_average=[5.0] * 3))

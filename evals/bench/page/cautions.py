@@ -19,6 +19,7 @@ def cautions(source: Source) -> list[str]:
     figures = figures_of(source)
     return [
         *_of_acceptance(source),
+        *_of_what_is_missing(source),
         *_of_the_machine(source),
         *_of_numbers(source),
         *_of_intervals(figures),
@@ -83,6 +84,18 @@ def _of_the_machine(source: Source) -> Iterator[str]:
             "The target is the bundled one, small and of one narrow domain. Its drafts cost a far larger share of a "
             "round than those of a large model, and its TPC is that of text like its own."
         )
+
+
+def _of_what_is_missing(source: Source) -> Iterator[str]:
+    """Cells that are still to come, and rows that could not be told."""
+    found, left = source.found, source.found.get("left_out") or []
+    cells, to_come = found.get("cells") or {}, found.get("left", 0)
+    if cells and cells["measured"] < cells["of"]:
+        yield f"Unfinished: {cells['measured']} of {cells['of']} cells were measured, and the others are not here."
+    if to_come:
+        yield f"Unfinished: {several(to_come, 'row')} of this result are still to come."
+    told = (f"{name}: {reason}" for name, reason in left.items()) if isinstance(left, Mapping) else left
+    yield from (f"Left out: {said.rstrip('.')}." for said in told)
 
 
 def _target(config: Mapping[str, Any]) -> Any:

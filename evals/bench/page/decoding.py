@@ -10,6 +10,7 @@ from evals.bench.page.decoding_blocks import (
     by_stage,
     decodings,
     drafts,
+    filled,
     over_time,
     speed_map,
     speedups,
@@ -35,10 +36,10 @@ def mt_bench(source: Source) -> list[Block]:
     if groups:
         rows = [
             [row["category"], f"{row['prompts']:,}"]
-            + [spread(row[key], row.get(f"{key}_interval")) for key in ("tpc", "speedup") if row.get(key)]
+            + [spread(row.get(key), row.get(f"{key}_interval")) for key in ("tpc", "speedup")]
             for row in groups
         ]
-        blocks.append(Table("By category", ["category", "prompts", "TPC", "speed-up"][: len(rows[0])], rows))
+        blocks.append(filled("By category", ["category", "prompts", "TPC", "speed-up"], rows))
     return [*blocks, *along_context({name: found.get("by_context", [])})]
 
 

@@ -19,15 +19,20 @@ def decodings(caption: str, rows: Iterable[Row]) -> Table:
     told = [
         [
             row["decoding"] + (" (LOSSY)" if row.get("lossy") else ""),
-            spread(row["tpc"], None),
+            spread(row["tpc"], row.get("tpc_interval")),
             spread(row["speedup"], row.get("speedup_interval")),
             *(f"{1e3 * row[key]:.2f}" for key in ("ttit_s", "ttit_p50_s", "ttit_p99_s", "ttft_s")),
             f"{row['tokens_per_s']:,.0f}" if row.get("tokens_per_s") else "",
         ]
         for row in rows
     ]
-    used = [place for place in range(len(header)) if any(row[place] for row in told)]
-    return Table(caption, [header[place] for place in used], [[row[place] for place in used] for row in told])
+    return filled(caption, header, told)
+
+
+def filled(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without the columns in which no row has anything."""
+    used = [place for place in range(len(header)) if any(row[place] for row in rows)]
+    return Table(caption, [header[place] for place in used], [[row[place] for place in used] for row in rows])
 
 
 def acceptance_of(rows: Iterable[Row]) -> list[Block]:

@@ -54,9 +54,9 @@ def tree_and_drafter(source: Source) -> str:
 
 def _decoded(row: Any, plain: Any, of: str, tpc: Interval = None) -> Iterator[Figure]:
     """TPC, speed-up, TTIT and TTFT, under the names that evaluations share; no speed-up where nothing was drafted.
-    `plain`: plain decoding's times."""
+    `plain`: plain decoding's times. `tpc`: the interval of TPC, where the row has none."""
     size = row["batch_size"]
-    yield Figure(of, "TPC", row["tpc"], tpc, batch_size=size)
+    yield Figure(of, "TPC", row["tpc"], row.get("tpc_interval") or tpc, batch_size=size)
     if row["acceptance_per_depth"]:
         yield _speedup(row, plain, of, size)
     for name, key in (("TTIT, ms", "ttit_s"), ("TTFT, ms", "ttft_s")):
@@ -107,7 +107,7 @@ def _tune_trees(source: Source) -> Iterator[Figure]:
 
 def _quantisation(source: Source) -> Iterator[Figure]:
     for name, row in source.found["schemes"].items():
-        yield Figure(name, "TPC", row["tpc"])
+        yield Figure(name, "TPC", row["tpc"], row.get("tpc_interval"))
         yield Figure(name, "drafting, ms", row["draft_latency_ms"], more_is_better=False, is_time=True)
 
 

@@ -22,6 +22,7 @@ from evals.bench.statistics import FEWEST, RESAMPLES
 BETTER, WORSE, NOISE, UNKNOWN = "better", "worse", "noise", "cannot tell"
 MOST_DRIFT = 0.05  # of plain decoding's time between two runs, beyond which other times than ratios are not compared
 HARDWARE = ("cpu", "instructions", "cores", "threads", "gpu")
+LIBRARIES = ("python", "torch", "transformers", "vllm")  # by which a figure may change while the code does not
 COLUMNS = ("tokens", "calls", "decode_s", "plain_tokens", "plain_decode_s")  # of answers.jsonl, in this order
 # Figures as functions of these columns' sums [..., 5].
 OF_ANSWERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -92,8 +93,21 @@ def _verdict(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, s
     if reason := _elsewhere(old, new, was, now):
         return UNKNOWN, reason
     kind, why = _by_interval(old, new, was, now)
-    changed = old.found.get("draft_source") != new.found.get("draft_source")
-    return kind, f"{why}; another draft" if changed and kind in (BETTER, WORSE) else why
+    return kind, "; ".join([why, *(_beside_the_code(old, new, now) if kind in (BETTER, WORSE) else [])])
+
+
+def _beside_the_code(old: Source, new: Source, figure: Figure) -> list[str]:
+    """What else changed that a figure follows from: the draft, and libraries."""
+    before, after = (_drafts(each, figure) for each in (old, new))
+    pairs = {key: (old.provenance.get(key), new.provenance.get(key)) for key in LIBRARIES}
+    said = ["another draft"] if before != after else []
+    return said + [f"{key} {was}, now {now}" for key, (was, now) in pairs.items() if was != now]
+
+
+def _drafts(source: Source, figure: Figure) -> list[Any]:
+    """The fingerprints of the drafts that a figure is of: the result's, and its own drafter's."""
+    own = [each for each in source.found.get("drafters") or [] if figure.of.startswith(f"{each['name']}, ")]
+    return [source.found.get("draft_source"), *(each.get("draft_source") for each in own)]
 
 
 def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
@@ -107,6 +121,9 @@ def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
     loads = [other_work(each) for each in (old, new)]
     if now.is_time and max(loads) > SPARE_LOAD:
         return f"other work on the machine: {loads[0]:.1f} other processes, now {loads[1]:.1f}"
+    ranks = [each.found.get("ranks", 1) for each in (old, new)]
+    if now.is_time and ranks[0] != ranks[1]:
+        return f"ranks that hold the target together: {ranks[0]}, now {ranks[1]}"
     drift = _drift(was, now)
     if abs(drift) > MOST_DRIFT and not now.is_ratio:
         return f"plain decoding's own changed by {100 * drift:+.0f} %: the machine, or code that both share"

@@ -10,7 +10,15 @@ from eagle_train.inference import Engine, Output, Requests, SamplingParams, Stat
 from eagle_train.models.loading import TargetConfig, load_target
 from evals.bench import comparison, study_plot
 from evals.bench.comparison import ask, row_of
-from evals.bench.comparison_report import categories, expectations, expected_speedups, measures, speedups, title
+from evals.bench.comparison_report import (
+    categories,
+    expectations,
+    expected_speedups,
+    measures,
+    speedups,
+    title,
+    without_mean,
+)
 from evals.bench.page.decoding_blocks import speedups as shown_speedups
 from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
@@ -118,7 +126,7 @@ def test_the_tables(row):
     plain = {**row, "decoding": "plain", "memory": None, "expected": None, "drafting_share": None}
     header, _, first, second = measures([plain, row]).splitlines()
     columns = dict(zip(header.split(" | "), second.split(" | "), strict=True))
-    assert columns["TPC"] == "1.50"
+    assert (columns["TPC"], columns["TPC, 95 %"]) == ("1.50", "1.00 to 2.00")
     assert columns[BY_DEPTH] == "0.67 0.00"
     assert columns["speed-up"] == "1.33"
     assert columns["95 %"] == "0.80 to 2.00"
@@ -181,6 +189,10 @@ def found_of(*rows: tuple[str, str, int, float, float]) -> dict:
         ((1.5, 0.9), "eagle is the fastest: 1.50 times plain decoding"),
         ((0.8, 0.9), "No drafter is faster than plain decoding: ngram, the best, has 0.90 times its speed"),
         (
+            (1.5, 1.4),
+            "eagle has the largest speed-up, 1.50 times plain decoding; not shown to be faster than ngram",
+        ),
+        (
             (1.05, 0.9),
             "No drafter is shown to be faster than plain decoding: eagle, the best, has 1.05 times its speed",
         ),
@@ -193,6 +205,20 @@ def test_the_title_says_what_pays(speedups, said):
     for row in found["rows"]:
         row["speedup_interval"] = None
     assert speedups[0] < 1 or title(found).startswith("eagle has the largest speed-up, without an interval: ")
+
+
+def test_means_are_over_the_same_tasks_for_all(tmp_path):
+    """The easy task's row alone would make ngram the fastest; its other one was left out."""
+    found = found_of(("easy", "eagle", 1, 3.0, 9), ("hard", "eagle", 1, 1.5, 9), ("easy", "ngram", 1, 2.9, 0))
+    found |= {"config": {"batch_sizes": [1]}}
+    assert speedups(found, 1).keys() == expected_speedups(found, 1).keys() == {"eagle"}
+    assert title(found) == "eagle is the fastest: 2.12 times plain decoding"
+    assert without_mean(found).startswith(" Of ngram a row is left out at a batch size, ")
+    plot_pareto(found, tmp_path / "p.png")
+    whole = found_of(("easy", "eagle", 1, 3.0, 9))
+    assert without_mean(whole) == ""
+    found["rows"] = [row for row in found["rows"] if row["task"] == "hard" or row["decoding"] == "ngram"]
+    assert title(found) == "No drafter could be measured on all tasks"
 
 
 def test_a_drafter_that_drafted_nothing_is_plain_decoding(tmp_path):
@@ -234,7 +260,8 @@ def test_what_was_expected_is_drawn_beside_what_was_measured(row, tmp_path, monk
 
 
 def test_points_and_their_front(tmp_path):
-    rows = [("a", "eagle", 1, 4.0, 9), ("b", "eagle", 1, 1.0, 9), ("a", "ngram", 1, 1.5, 0), ("a", "slow", 1, 1.2, 3)]
+    rows = [("a", "eagle", 1, 4.0, 9), ("b", "eagle", 1, 1.0, 9)]
+    rows += [(task, name, 1, *of) for task in "ab" for name, of in {"ngram": (1.5, 0), "slow": (1.2, 3)}.items()]
     found = found_of(*rows, ("a", "eagle", 2, 267 / 97, 18))  # whose geometric mean is less, by rounding
     assert speedups(found, 1)["eagle"] == (2.0, 1.0, 4.0)
     first, second, third = points(found, 1)
