@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.textpath import TextPath
 
 from evals import report
 from evals.bench.page import decoding, plots
@@ -344,6 +345,32 @@ def test_acceptance_by_context_is_drawn_where_there_are_several():
         assert not [block for block in made(before) if "Acceptance by context" in getattr(block, "title", "")]
         change(found)
         assert [block for block in made(before) if "Acceptance by context" in getattr(block, "title", "")]
+
+
+LONG = [f"int4 (ffn), nearest, /home/user/exports/llama-3.1-8b/eagle-int4-{number}" for number in range(3)] + ["none"]
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        plots.lines({name: [(1, 0.7), (2, 0.5)] for name in LONG}, "depth", "share"),
+        plots.marked([(name, 2.0, 9.0) for name in LONG], [], "TPC", "TTIT"),
+        plots.intervals([(name, 1.2, (1.0, 1.4)) for name in LONG], "speed-up", 1, [1.1] * 4),
+        plots.stacked({name: dict.fromkeys(LONG, 1.0) for name in LONG}, "ms"),
+        plots.heat(LONG, ["b1", "b8"], [[1.0, 2.0]] * 4, "batch"),
+    ],
+    ids=["lines", "marked", "intervals", "stacked", "heat"],
+)
+def test_long_names_are_within_their_plot(drawn):
+    """The ends of a long one, by which it differs from others; and beside them the axes have room."""
+    wide = float(re.search(r'viewBox="0 0 ([\d.]+)', drawn)[1])
+    texts = re.findall(r'<text style="([^"]*)" x="([\d.]+)" y="[\d.]+">([^<]*)<', drawn)
+    names = [(float(x), "end" in style, text) for style, x, text in texts if text[-8:] in {each[-8:] for each in LONG}]
+    assert {text[-8:] for *_, text in names} == {each[-8:] for each in LONG}
+    for x, ends_there, text in names:
+        width = TextPath((0, 0), text, size=9).get_extents().width
+        assert x - width >= 0 if ends_there else x + width <= wide
+    assert min((wide - x for x, ends_there, _ in names if ends_there), default=wide) > 100
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def tree(parents: Sequence[int], shares: Sequence[float]) -> str:
         label.set_bbox({"facecolor": PAPER, "edgecolor": "none", "pad": 0.5, "alpha": 0.85})  # lines pass behind
     axes.set_axis_off()
     axes.margins(x=0.12, y=0.12)
-    return finished(figure, axes, 0, grid=None)
+    return finished(figure, axes, grid=None)
 
 
 def _places(parents: Sequence[int]) -> list[float]:
