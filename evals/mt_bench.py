@@ -99,7 +99,7 @@ def measured(plain: Run, speculative: Run, config: Config) -> dict[str, Any]:
         "repeated_8grams": statistics.repeated_ngrams(statistics.token_ids(answers)),
         "looping_answers": statistics.looping(statistics.token_ids(answers)),
         **statistics.counts(answers, config.max_tokens),
-        "per_category_and_turn": statistics.groups(answers, plain.answers),
+        "per_category_and_turn": statistics.groups(speculative.batches, plain.batches),
         "by_context": by_context(answers, engine.target.max_positions),
         "train_serve_check": train_serve_check(speculative, config.batch_size) if config.is_eagle else None,
         "alignment": config.draft.alignment if config.is_eagle else None,

@@ -27,7 +27,7 @@ from evals.bench.questions import Question
 from evals.bench.requests import PromptSource, TimedRequest, check_fit, fits, turn_tokens
 from evals.bench.session import Session
 from evals.bench.stage_clock import breakdown, runs_ahead
-from evals.bench.statistics import Answer, AnswerBatch
+from evals.bench.statistics import AnswerBatch
 from evals.bench.sweep import LOOKUP, PLAIN, TRANSFORMERS, threads_of, with_rounds
 from evals.bench.tasks import Task
 from evals.bench.trees import tree_names
@@ -303,17 +303,13 @@ def _category(question: Question) -> str | None:
 
 def _parts(key: Callable[[Question], str | None], plain: list[AnswerBatch], theirs: list[AnswerBatch]) -> list[Row]:
     """TPC, acceptance and speed-up for each value of `key`; of questions that have none, nothing."""
-    parts: dict[str, tuple[list[Answer], list[Answer]]] = {}
-    for before, answer in zip(chain.from_iterable(plain), chain.from_iterable(theirs), strict=True):
-        if (value := key(answer.question)) is not None:
-            pair = parts.setdefault(value, ([], []))
-            pair[0].append(before)
-            pair[1].append(answer)
-    return [
-        {"category": value, "answers": len(own), **{key: each for key, each in found.items() if key != "prompts"}}
-        for value, (before, own) in sorted(parts.items())
-        if (found := statistics.group(own, before))
-    ]
+    values = {key(answer.question) for answer in chain.from_iterable(theirs)}
+    rows = []
+    for value in sorted(each for each in values if each is not None):
+        own, before = ([[a for a in batch if key(a.question) == value] for batch in side] for side in (theirs, plain))
+        found = statistics.group(own, before)
+        rows.append({"category": value, "answers": found.pop("prompts"), **found})
+    return rows
 
 
 def _costs(name: str, stages: Mapping[str, dict[str, float]], theirs: list[AnswerBatch], row: Row) -> Row:

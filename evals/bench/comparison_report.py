@@ -33,8 +33,8 @@ from evals.bench.report import (
 
 Found = Mapping[str, Any]
 COLUMNS = (
-    "Speed-up: plain decoding's mean TTIT divided by the row's, with its 95 % bootstrap interval over the questions, "
-    "as TPC has. "
+    "Speed-up: plain decoding's mean TTIT divided by the row's, with its 95 % bootstrap interval over the batches, as "
+    "the rows of a batch share their rounds' times; that of TPC is over the questions. "
     "Tokens/s: the median over the batches, prompts included. Drafting: its share of a round. Memory: the drafter's "
     "weights, its cache with room for a full batch, and what it keeps on the host. Equal answers: those whose tokens "
     "are plain decoding's."
@@ -269,7 +269,7 @@ def categories(rows: Sequence[Found], where: str) -> str:
         for category, count in named.items()
     ]
     header = [f"category, {where}", "answers", *(plain(name) for name in by_name)]
-    return f"{table(header, cells)}\n\nSpeed-up, and TPC, each with its 95 % interval over the questions."
+    return f"{table(header, cells)}\n\nSpeed-up with its 95 % interval over the batches, TPC over the questions."
 
 
 def _of_category(row: Found) -> str:

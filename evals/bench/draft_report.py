@@ -33,7 +33,7 @@ from evals.bench.statistics import Answer
 
 LONGEST_NAME = 60  # characters of a category in a table
 
-BRACKETS = "In brackets: 95 % intervals, by bootstrap over the questions."
+BRACKETS = "In brackets: 95 % intervals, by bootstrap: of TPC over the questions, of speed-ups over the batches."
 CONTEXT = (
     "The context of a round: the tokens before it, prompt and answer so far. The questions of one bucket need not be "
     "those of the next, unless `context_lengths` asks the same ones at each."

@@ -19,8 +19,8 @@ from evals.bench.questions import Question
 
 NGRAM = 8  # repeated sequences of so many tokens are counted
 LOOP = 16  # tokens: shorter answers are not called loops
-RESAMPLES = 2000  # of the questions, for a bootstrap interval
-FEWEST = 6  # questions: a bootstrap over fewer has far less than the 95 % that it tells
+RESAMPLES = 2000  # of the questions or batches, for a bootstrap interval
+FEWEST = 6  # questions, or batches of them: a bootstrap over fewer has far less than the 95 % that it tells
 TOLERANCE = 0.05  # of a speed-up without an interval: what it may exceed tokens per call by
 
 
@@ -206,13 +206,14 @@ def _ends(spread: torch.Tensor) -> tuple[float, float]:
 
 
 def speedup_interval(plain: Sequence[AnswerBatch], other: Sequence[AnswerBatch]) -> tuple[float, float] | None:
-    """The 95 % bootstrap interval over the questions of `compare`'s `speedup`; None for fewer than `FEWEST` with
-    decoding."""
-    sums: dict[int, list[float]] = {}
-    for place, batches in enumerate((plain, other)):
-        for answer in chain.from_iterable(batches):
-            times = answer.output.stats.intervals_s
-            own = sums.setdefault(answer.question.line, [0.0] * 4)
+    """The 95 % bootstrap interval of `compare`'s `speedup`, over the batches; None for fewer than `FEWEST` with
+    decoding. Of single prompts these are the questions. The rows of a batch have their rounds' times in common, so that
+    they are drawn together, and so are batches of the same questions: other turns of them, or asked again."""
+    sums: dict[frozenset[int], list[float]] = {}
+    for pair in zip(plain, other, strict=True):
+        own = sums.setdefault(frozenset(answer.question.line for answer in pair[1]), [0.0] * 4)
+        for place, batch in enumerate(pair):
+            times = intervals(batch)
             own[2 * place] += sum(times)
             own[2 * place + 1] += len(times)
     decoded = [own for own in sums.values() if own[1] and own[3]]
@@ -320,29 +321,33 @@ def by_question(answers: Iterable[Answer]) -> list[list[int]]:
     return [*found.values()]
 
 
-def groups(answers: list[Answer], plain: list[Answer]) -> list[dict[str, Any]]:
+def groups(answers: Sequence[AnswerBatch], plain: Sequence[AnswerBatch]) -> list[dict[str, Any]]:
     """TPC, acceptance and speed-up by category, by turn, and by turn of a category; None stands for all of them.
 
-    Intervals are of 95 %, by bootstrap over the questions; None for fewer than `FEWEST`. `plain`: plain decoding's
-    answers to the same prompts.
+    Intervals are of 95 %, by bootstrap: of TPC over the questions, of speed-ups as `speedup_interval`. `plain`: plain
+    decoding's answers to the same prompts, in the same batches.
     """
-    named = {answer.question.category for answer in answers if answer.question.category is not None}
-    categories = sorted(named)
-    turns = sorted({answer.turn for answer in answers})
+    named = {answer.question.category for answer in chain.from_iterable(answers)}
+    categories = sorted(each for each in named if each is not None)
+    turns = sorted({answer.turn for answer in chain.from_iterable(answers)})
     found = []
     for category in [*categories, None]:
         for turn in [*turns, None]:
             own, other = (
-                [a for a in side if category in (None, a.question.category) and turn in (None, a.turn)]
+                [
+                    [a for a in batch if category in (None, a.question.category) and turn in (None, a.turn)]
+                    for batch in side
+                ]
                 for side in (answers, plain)
             )
             found.append({"category": category, "turn": turn, **group(own, other)})
     return found
 
 
-def group(answers: list[Answer], plain: list[Answer]) -> dict[str, Any]:
-    """The figures of one of `groups`."""
-    before, after = intervals(plain), intervals(answers)
+def group(own: Sequence[AnswerBatch], other: Sequence[AnswerBatch]) -> dict[str, Any]:
+    """The figures of one of `groups`: of some rows of the batches. `other`: plain decoding's."""
+    answers = list(chain.from_iterable(own))
+    before, after = intervals(chain.from_iterable(other)), intervals(answers)
     is_decoded = bool(before and after)
     return {
         "prompts": len(answers),
@@ -350,7 +355,7 @@ def group(answers: list[Answer], plain: list[Answer]) -> dict[str, Any]:
         "tpc_interval": question_interval(by_question(answers)),
         "acceptance_per_depth": acceptance(answers),
         "speedup": fmean(before) / fmean(after) if is_decoded else None,
-        "speedup_interval": speedup_interval([plain], [answers]) if is_decoded else None,
+        "speedup_interval": speedup_interval(other, own) if is_decoded else None,
     }
 
 

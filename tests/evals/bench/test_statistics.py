@@ -88,10 +88,25 @@ def test_speed_up_over_everything_and_the_median_batch():
 @pytest.mark.usefixtures("few")
 def test_a_speed_ups_interval_is_over_the_questions():
     """By tokens: of the first question a second each and a half, of the second, asked twice, two seconds and four."""
-    plain = [[answer(line=1, intervals_s=[1.0] * 4), answer(line=2, intervals_s=[2.0])], [answer(line=2)]]
-    other = [[answer(line=1, intervals_s=[0.5] * 8), answer(line=2, intervals_s=[4.0])], [answer(line=2)]]
+    plain = [[answer(line=1, intervals_s=[1.0] * 4)], [answer(line=2, intervals_s=[2.0])], [answer(line=2)]]
+    other = [[answer(line=1, intervals_s=[0.5] * 8)], [answer(line=2, intervals_s=[4.0])], [answer(line=2)]]
     assert statistics.speedup_interval(plain, other) == pytest.approx((0.5, 2.0))
     assert statistics.speedup_interval(plain[1:], other[1:]) is None
+
+
+@pytest.mark.usefixtures("few")
+def test_a_speed_ups_interval_is_over_batches_of_several():
+    """Each of two batches has a question that is twice as fast and one that is half as fast. Together they are as fast
+    in one as in the other; asked again they tell no more, and one batch alone tells nothing."""
+    plain = [[answer(line=line + place, intervals_s=[2.0] * 4) for place in (0, 1)] for line in (1, 3)]
+    other = [
+        [answer(line=line + place, intervals_s=[seconds] * 4) for place, seconds in enumerate((1.0, 4.0))]
+        for line in (1, 3)
+    ]
+    assert statistics.speedup_interval(plain, other) == pytest.approx((0.8, 0.8))
+    assert statistics.speedup_interval(plain[:1] * 2, other[:1] * 2) is None
+    by_category = [[replace(each, question=replace(each.question, category="a")) for each in batch] for batch in other]
+    assert statistics.groups(by_category, plain)[-1]["speedup_interval"] == pytest.approx((0.8, 0.8))
 
 
 def test_of_five_questions_there_is_no_interval():
@@ -131,7 +146,7 @@ def test_counts_and_groups():
         "mean_answer_tokens": 7,
         "finish_reasons": {"stop": 1, "context": 1, "length": 1},
     }
-    tpc = {(group["category"], group["turn"]): group["tpc"] for group in statistics.groups(answers, answers)}
+    tpc = {(group["category"], group["turn"]): group["tpc"] for group in statistics.groups([answers], [answers])}
     assert tpc == {
         ("art", 1): 3,
         ("art", 2): None,
@@ -156,7 +171,10 @@ def test_a_group_has_intervals_over_its_own_questions():
         replace(each, output=replace(each.output, stats=Stats(calls=4, tokens=4, intervals_s=[2.0] * 4)))
         for each in own
     ]
-    found = {(group["category"], group["turn"]): group for group in statistics.groups(own, plain)}
+    found = {
+        (group["category"], group["turn"]): group
+        for group in statistics.groups([[each] for each in own], [[each] for each in plain])
+    }
     maths, art = found["maths", None], found["art", None]
     assert (maths["tpc"], maths["tpc_interval"]) == (8 / 5, (1, 4))
     assert maths["speedup"] == pytest.approx(2 / 0.75)
