@@ -27,6 +27,7 @@ from eagle_train.corpus.reasoning import (
     with_field,
     with_opening,
     without_empty_reasoning,
+    without_repetition,
 )
 from eagle_train.corpus.template import GENERATION_PROMPT, SENTINELS, ChatTemplate, Refused
 from eagle_train.errors import UserError, check, shown
@@ -233,10 +234,14 @@ class AnswerStarts:
         Left in the content, such a template would add an empty reasoning block before it, or use other tags. What is
         left in the content gets the opening tag that it lacks.
         """
-        messages = [self._with_field(message) for message in conversation.messages]
+        messages = [self._with_field(message, number) for number, message in enumerate(conversation.messages)]
         return replace(conversation, messages=messages)
 
-    def _with_field(self, message: Message) -> Message:
+    def _with_field(self, message: Message, number: int) -> Message:
+        try:
+            message = without_repetition(message)
+        except UserError as error:
+            raise UserError(f"turn {number + 1}: {error}") from error
         tags = inline_tags(message)
         if tags is None:
             return message
@@ -261,7 +266,9 @@ class AnswerStarts:
             return False
         begin = len(whole_tags(in_common(prompt, inline)))
         at = inline.find(f"{opening}\n{reasoning}", begin)
-        is_behind = at >= 0 and (inline[begin:at].strip() != "" or closes_reasoning(inline[:at]))
+        if at >= 0 and closes_reasoning(inline[:at]):
+            return True  # also of a template that then leaves the field out, for which the row is refused
+        is_behind = at >= 0 and inline[begin:at].strip() != ""
         own = field.rpartition(_QUESTION)[2]
         return reasoning in own and (is_behind or opening not in own)
 

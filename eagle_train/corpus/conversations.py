@@ -179,7 +179,7 @@ def _system_of(row: Mapping, columns: Mapping[str, str | None], turns: list) -> 
 def _validated(turn: Any, roles: Mapping[str, str] = ROLES) -> Message:
     """A turn with its role mapped, its text parts joined and its calls in OpenAI's form. Raises UserError."""
     check(isinstance(turn, dict), f"a turn must be an object with role and content, not {type(turn).__name__}")
-    kept = {key: value for key, value in turn.items() if value is not None}
+    kept = {key: value for key, value in turn.items() if value is not None and not _is_blank_reasoning(key, value)}
     check("role" in kept or "from" not in kept, "a turn has 'from' and no role: data.format=sharegpt reads such turns")
     role, content = _role_of(kept.get("role"), roles), kept.get("content")
     if role == _CALL:
@@ -202,9 +202,15 @@ def _validated(turn: Any, roles: Mapping[str, str] = ROLES) -> Message:
     return {**kept, "role": role, "content": content}
 
 
+def _is_blank_reasoning(key: str, value: Any) -> bool:
+    """Whether a field of a turn is reasoning without text. Templates would write it as a thought that is empty, and
+    look for none within the content."""
+    return key in REASONING_FIELDS and isinstance(value, str) and not value.strip()
+
+
 def _check_reasoning(turn: Mapping) -> None:
     """Raise UserError for reasoning that is no text, and for reasoning fields that differ."""
-    given = {key: turn[key] for key in REASONING_FIELDS if turn.get(key) not in (None, "")}
+    given = {key: turn[key] for key in REASONING_FIELDS if key in turn}
     for key, value in given.items():
         check(isinstance(value, str), f"a turn's {key} must be text, not {type(value).__name__}")
     check(len(set(given.values())) < 2, f"a turn has {' and '.join(given)}, which differ: leave one out")
@@ -227,9 +233,17 @@ def _reasoning_as_field(turn: Message, content: Any) -> tuple[Message, Any]:
     if not thoughts:
         return turn, content
     check(not reasoning_of(turn), "a turn has reasoning within its content and beside it: leave one out")
-    texts = [part.get(part["type"], part.get("text")) for part in thoughts]
-    reasoning = "".join(_joined(text, "assistant") or "" for text in texts)
-    return {**turn, REASONING_FIELDS[0]: reasoning}, [part for part in content if part not in thoughts]
+    reasoning = "".join(map(_thought_of, thoughts))
+    field = {} if _is_blank_reasoning(REASONING_FIELDS[0], reasoning) else {REASONING_FIELDS[0]: reasoning}
+    return {**turn, **field}, [part for part in content if part not in thoughts]
+
+
+def _thought_of(part: Mapping) -> str:
+    """The text of a part that is reasoning. Raises UserError where it is under no name that is known."""
+    text = next((part[key] for key in (part["type"], "text") if part.get(key) is not None), None)
+    text = _joined(text, "assistant")
+    check(isinstance(text, str), f"the reasoning within a turn's content must be text, and {shown(part)} has none")
+    return text
 
 
 def _role_of(speaker: Any, roles: Mapping[str, str]) -> str:

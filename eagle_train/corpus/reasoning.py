@@ -12,6 +12,7 @@ from eagle_train.corpus.conversations import (
     is_answer,
     reasoning_of,
 )
+from eagle_train.errors import check, shown
 
 # The tags around it, by models.
 REASONING_TAGS = (
@@ -93,9 +94,13 @@ def inline_tags(message: Message) -> tuple[str, str] | None:
 
     The opening tag may be missing: where the prompt ends in it, the model does not write it.
     """
-    content = content_of(message).lstrip()
     if not is_answer(message) or reasoning_of(message):
         return None
+    return _tags_around(content_of(message).lstrip())
+
+
+def _tags_around(content: str) -> tuple[str, str] | None:
+    """The tags around the reasoning that a content begins with; None without any."""
     whole = ((one, other) for one, other in REASONING_TAGS if content.startswith(one) and other in content)
     return next(whole, None) or next((tags for tags in REASONING_TAGS if _lacks_opening(content, *tags)), None)
 
@@ -112,6 +117,26 @@ def inline_reasoning(message: Message, tags: tuple[str, str]) -> str:
     """The reasoning between these tags in an answer's content, without white space around it."""
     opening, closing = tags
     return content_of(message).partition(closing)[0].lstrip().removeprefix(opening).strip()
+
+
+def without_repetition(message: Message) -> Message:
+    """The message without the reasoning in its content, where its field has the same, or the content's is empty.
+
+    Raises UserError for two thoughts that differ: a template would write both.
+    """
+    content, reasoning = content_of(message), reasoning_of(message)
+    tags = _tags_around(content.lstrip()) if is_answer(message) and reasoning else None
+    if tags is None:
+        return message
+    inline = inline_reasoning(message, tags)
+    if "".join(inline.split()) in ("", "".join(reasoning.split())):
+        return {**message, "content": content.partition(tags[1])[2].lstrip("\n")}
+    is_whole = content.lstrip().startswith(tags[0])  # else the closing tag may be a word of the answer
+    check(
+        not is_whole,
+        f"reasoning stands in the content, {shown(inline)}, and beside it, {shown(reasoning)}: leave one out",
+    )
+    return message
 
 
 def cut_tag(message: Message) -> str | None:

@@ -428,11 +428,32 @@ def test_results_of_tools_are_text_as_a_model_is_given_them(result, text):
         {"type": "thinking", "thinking": "hm"},
         {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
         {"type": "reasoning", "text": "hm"},
+        {"type": "reasoning", "text": "hm", "reasoning": None},
     ],
 )
 def test_reasoning_as_a_part_of_the_content_is_a_field(thought):
     turn = {"role": "assistant", "content": [thought, {"type": "text", "text": "a"}]}
     assert to_messages({"messages": [turn]}, "messages", {}) == [{**TURNS[1], "reasoning_content": "hm"}]
+
+
+@pytest.mark.parametrize(
+    "thought", [{"summary": [{"type": "summary_text", "text": "hm"}]}, {"reasoning": 1}, {"text": None}]
+)
+def test_reasoning_whose_text_is_not_found_is_no_empty_reasoning(thought):
+    """OpenAI's responses have a summary of it."""
+    content = [{"type": "reasoning", **thought}, {"type": "text", "text": "a"}]
+    with pytest.raises(UserError, match=r"the reasoning within a turn's content must be text, and .* has none"):
+        to_messages({"messages": [{"role": "assistant", "content": content}]}, "messages", {})
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n"])
+def test_reasoning_without_text_is_none(blank):
+    """Columns of text have it where others have reasoning."""
+    fields = {"reasoning_content": blank, "thinking": "hm", "reasoning": None}
+    assert to_messages({"messages": [TURNS[1] | fields]}, "messages", {}) == [{**TURNS[1], "thinking": "hm"}]
+    part = {"type": "thinking", "thinking": blank}
+    turn = {"role": "assistant", "content": [part, {"type": "text", "text": "a"}], "reasoning": blank}
+    assert to_messages({"messages": [turn]}, "messages", {}) == [TURNS[1]]
 
 
 @pytest.mark.parametrize(("given", "asked"), [("x", "q\nx"), ("", "q"), (None, "q")])
