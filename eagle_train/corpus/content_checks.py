@@ -6,13 +6,15 @@ White space may differ, as templates trim, and text may be escaped as in JSON; n
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from eagle_train.corpus.conversations import Message, content_of, is_answer, reasoning_of
-from eagle_train.corpus.reasoning import CLOSING_TAG
+from eagle_train.corpus.reasoning import CLOSING_TAG, inline_tags
 from eagle_train.errors import UserError, check, shown
 
+_RENDERS_CALLS = "give a chat template that renders tool calls (target.chat_template=FILE)"
 _SPACE = re.compile(r"\s+")
 
 
@@ -58,20 +60,40 @@ def end_of_answer(message: Message, written: str, name: str) -> int:
         found = end_of(reasoning, written)
         if found is None:
             raise UserError(
-                f"the chat template leaves out the reasoning of {name}, {shown(reasoning)}: leave the field out of the "
+                f"the chat template leaves out the reasoning of {name}, {shown(reasoning)}: leave it out of the "
                 "data, or give a template that renders it (target.chat_template=FILE)"
             )
         end = found
     if content_of(message).strip():
-        end = max(end, _end_of_content(message["content"], written, end, name))
-    return max([end, *(_end_of_call(call, written, end, name) for call in message.get("tool_calls") or [])])
+        end = max(end, _end_of_content(message, written, end, name))
+    calls = message.get("tool_calls") or []
+    _check_number(calls, written, name)
+    return max([end, *(_end_of_call(call, written, end, name) for call in calls)])
 
 
-def _end_of_content(content: str, text: str, start: int, name: str) -> int:
+def _end_of_content(message: Message, text: str, start: int, name: str) -> int:
+    content = content_of(message)
     found = end_of(content, text, start)
     if found is None:
         raise UserError(f"the content of {name}, {shown(content)}, is not in the chat template's rendering")
+    tag = CLOSING_TAG.search(content) if inline_tags(message) is None else None  # a word of the answer
+    if tag is not None and not any(form in text for form in _spellings(content.strip())):
+        raise UserError(
+            f"the chat template takes {tag[0]!r} in the content of {name}, {shown(content)}, for the end of reasoning, "
+            "and changes the text: leave the row out"
+        )
     return found
+
+
+def _check_number(calls: list[dict], written: str, name: str) -> None:
+    """Raise UserError where the model's text names a function less often than a turn calls it: the arguments of a lost
+    call may stand in those of another. Templates that leave out the names have none."""
+    for function, count in Counter(call["function"]["name"] for call in calls).items():
+        found = written.count(function)
+        check(
+            found == 0 or found >= count,
+            f"{count - found} of the {count} calls of {function} in {name} are not in the rendering: {_RENDERS_CALLS}",
+        )
 
 
 def _end_of_call(call: dict, written: str, start: int, name: str) -> int:
@@ -81,18 +103,17 @@ def _end_of_call(call: dict, written: str, start: int, name: str) -> int:
     """
     function = call["function"]
     problem = f"the call of {function['name']} in {name} is not in the rendering"
-    fix = "give a chat template that renders tool calls (target.chat_template=FILE)"
     arguments = function["arguments"]
     values = list(_leaves(arguments))
     found = end_of(function["name"], written, start)
-    check(found is not None or bool(values), f"{problem}: {fix}")
+    check(found is not None or bool(values), f"{problem}: {_RENDERS_CALLS}")
     end = start if found is None else found
     if _is_repr(arguments, written):
         raise NotAsJson(f"{problem} as JSON: the chat template writes its arguments in Python's syntax")
     for value in values:
         found = _end_of_value(value, written, end)
         if found is None:
-            raise UserError(f"{problem} with its argument {shown(value)}: {fix}")
+            raise UserError(f"{problem} with its argument {shown(value)}: {_RENDERS_CALLS}")
         end = max(end, found)
     return end
 

@@ -44,6 +44,18 @@ def test_a_lost_tool_and_a_lost_argument_that_stand_elsewhere_are_refused():
         with_template(template, "qwen3")(row)
 
 
+@pytest.mark.parametrize(("one", "other"), [({"x": 10}, {"x": 1}), ({"x": True}, {"x": True}), ({}, {})])
+def test_a_lost_call_of_a_function_that_is_called_twice_is_refused(one, other):
+    """gpt-oss renders the first call alone, and another's arguments may stand in it."""
+    template = chat_templates.source("qwen3").replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    calls = [{"type": "function", "function": {"name": "get", "arguments": each}} for each in (one, other)]
+    row = to_conversation({"messages": [user("q"), said("I get it", tool_calls=calls), said("a")], "tools": TOOLS})
+    learnt = supervised_texts(renderer := renderer_of("qwen3"), renderer(row))
+    assert learnt[0].count("<tool_call>") == 2
+    with pytest.raises(UserError, match="1 of the 2 calls of get in turn 2 are not in the rendering"):
+        with_template(template, "qwen3")(row)
+
+
 IDS = (  # Kimi's way: of a call the id and the arguments, of a result the id
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}{{ m.tool_call_id }}\n{% endif %}"
     "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.id }} {{ c.function.arguments | tojson }}{% endfor %}"

@@ -181,6 +181,40 @@ def test_a_tag_that_an_answer_speaks_of_is_no_reasoning(content):
     assert supervised_texts(renderer, renderer([user("q"), said(content)])) == [right]
 
 
+@pytest.mark.parametrize("content", ["It is `</think>`.", "Use the </think> tag."])
+@pytest.mark.parametrize("name", ["qwen3", "glm45"])
+def test_a_tag_that_a_template_takes_for_the_end_of_reasoning_is_refused(name, content):
+    """It would make reasoning of the answer's first words."""
+    with pytest.raises(UserError, match=r"takes '</think>' in the content of turn 2, .*, for the end of reasoning"):
+        renderer_of(name)([user("q"), said(content)])
+    texts = supervised_texts(renderer_of(name), renderer_of(name)([user("q"), said(content, reasoning_content="hm")]))
+    assert texts[0].endswith(content + ("<|im_end|>" if name == "qwen3" else "<|user|>"))
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ("<think>\nr1\n</think>\n\na1", "r1"),
+        ("<think>r1</think>a1", "\nr1 "),
+        ("r1\n</think>\n\na1", "r1"),
+        ("<think>\n\n</think>\n\na1", "r1"),
+        ("<think>\nr1\n</think>\n\na1", ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3", "glm45", "gpt_oss", "deepseek_r1"])
+def test_reasoning_within_the_content_and_beside_it_is_learnt_once(name, content, field):
+    row = to_conversation({"messages": [user("q"), said(content, reasoning_content=field)]})
+    renderer, alone = renderer_of(name), to_conversation({"messages": [user("q"), said("a1", reasoning_content="r1")]})
+    texts, right = (supervised_texts(renderer, renderer(each)) for each in (row, alone))
+    assert [re.sub(r"\s", "", text) for text in texts] == [re.sub(r"\s", "", text) for text in right]
+
+
+def test_two_thoughts_of_one_turn_that_differ_are_refused():
+    answer = said("<think>\nr1\n</think>\n\na1", reasoning_content="r2")
+    with pytest.raises(UserError, match=r"^turn 4: reasoning stands in the content, 'r1', and beside it, 'r2'"):
+        renderer_of("qwen3")([user("q"), said("a"), user("q"), answer])
+
+
 THINKING = (  # its generation prompt begins the reasoning that its rendering of an answer has too
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -550,6 +584,23 @@ AS_WRITTEN = THINKS_FIRST.replace("<think>{{ m.reasoning_content }}</think>", "{
 def test_reasoning_within_the_content_is_a_field_where_it_would_stand_twice_or_in_other_tags(name, template, right):
     renderer = ChatRenderer(chat_templates.tokenizer_of(name, template=template))
     assert supervised_texts(renderer, renderer([user("q1"), said(INLINE)])) == [right]
+
+
+NO_THOUGHTS = (  # Kimi K2 Thinking: of what ends a task only the answer
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_reasoning_behind_a_block_that_the_template_writes_empty_is_refused():
+    """A model writes one block, and no empty one before it."""
+    renderer = ChatRenderer(chat_templates.tokenizer_of("qwen3", template=NO_THOUGHTS))
+    for thought in (said(INLINE), said("a1", reasoning_content="r1")):
+        with pytest.raises(UserError, match="leaves out the reasoning of turn 2, 'r1'"):
+            renderer([user("q1"), thought])
+    for none in (said("a1"), said("<think>\n\n</think>\n\na1")):
+        learnt = supervised_texts(renderer, renderer([user("q1"), none]))
+        assert learnt == ["<think></think>a1<|im_end|>"]
 
 
 THINKS_IN_PARTS = (  # Magistral: reasoning is a part of the content
