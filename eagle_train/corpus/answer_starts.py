@@ -17,6 +17,7 @@ from eagle_train.corpus.conversations import (
     reasoning_of,
 )
 from eagle_train.corpus.reasoning import (
+    REASONING_TAGS,
     closes_reasoning,
     closings_of,
     inline_tags,
@@ -221,7 +222,9 @@ class AnswerStarts:
         if tag is None:
             return None
         known, vocabulary = self.template.source(tools), self.template.tokenizer.get_added_vocab()
-        return next(((tag, each) for each in closings_of(tag) if each in known or each in vocabulary), None)
+        told = next((each for each in closings_of(tag) if each in known or each in vocabulary), None)
+        closing = told or dict(REASONING_TAGS).get(tag)  # OLMo 3 writes it as text, and its template reads none
+        return None if closing is None else (tag, closing)
 
     def thinking(self, wanted: str, tools: list[dict] | None) -> str:
         """Which variable switches the reasoning, as far as the names of the template's variables show."""

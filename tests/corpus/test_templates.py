@@ -266,6 +266,18 @@ def test_reasoning_without_its_opening_tag_behind_a_prompt_that_has_it(template)
         assert supervised_texts(renderer, renderer([user("q"), said(content)])) == ["hm\n</think>\n\na<|im_end|>"]
 
 
+@pytest.mark.parametrize("answer", [said("<think>r1</think>a1"), said("a1", reasoning_content="r1")])
+def test_a_prompt_that_begins_the_reasoning_whose_end_no_template_knows(answer):
+    """OLMo 3: neither the template has the closing tag nor the tokenizer."""
+    template = THINKING.replace("<think>\n", "<think>")
+    renderer = ChatRenderer(chat_templates.tokenizer_of("chatml", template=template))
+    assert "</think>" not in template
+    assert "</think>" not in renderer.tokenizer.get_vocab()
+    assert supervised_texts(renderer, renderer([user("q"), answer])) == ["r1</think>a1<|im_end|>"]
+    with pytest.raises(UserError, match="the model writes reasoning first, and the turn has none: give it as"):
+        renderer([user("q"), said("a1")])
+
+
 def test_an_answer_without_the_reasoning_that_its_prompt_begins_is_refused():
     """A template that knows no reasoning writes an empty block, and the reasoning behind it."""
     template = THINKS_OR_CLOSES.replace("m.reasoning_content", "''")
