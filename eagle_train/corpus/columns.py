@@ -34,9 +34,9 @@ _RESPONSES = ("response", "completion", "output", "answer", "chosen", "solution"
 _ASKING = ("user", "human", "prompter")
 # Names of columns that are probably part of the conversation.
 _TELLING = re.compile(
-    "system|system_prompt|tools|functions|inputs?|instructions?|outputs?|responses?|completion|prompt|query|question"
-    "|answer|history|context|documents|messages|conversations?|dialog|text|reasoning|reasoning_content|thinking|chosen"
-    "|rejected|images?|videos?|audios?|tool_calls|weight|label|chat_template_kwargs",
+    "system|system_prompt|(\\w+_)?tools|functions|inputs?|instructions?|outputs?|responses?|completion|prompt|query"
+    "|question|answer|history|context|documents|messages|conversations?|dialog|text|reasoning|reasoning_content"
+    "|thinking|chosen|rejected|images?|videos?|audios?|tool_calls|weight|label|chat_template_kwargs",
     re.IGNORECASE,
 )
 # Likewise names of fields of a turn.

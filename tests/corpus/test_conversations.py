@@ -475,6 +475,8 @@ def test_columns_that_look_like_data_and_are_not_read():
     row = {"conversations": [], "system": "s", "Input": "x", "id": 1, "tools": [], "source": "web", "history": None}
     assert unread_columns(row, "sharegpt", {}) == ["system", "Input"]
     assert unread_columns(row, "sharegpt", {"system": "system"}) == ["Input"]
+    for name in ("available_tools", "xml_tools"):
+        assert unread_columns({"messages": turns[:0], name: [{"name": "get"}]}, "messages", {}) == [name]
     preferred = {"prompt": "q", "response": "a", "label": False, "chat_template_kwargs": {"tone": "dry"}}
     assert unread_columns(preferred, "prompt_response", {}) == ["label"]
     ignored = {"chat_template_kwargs": None}
