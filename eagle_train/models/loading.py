@@ -78,7 +78,7 @@ class TargetConfig:
 OWN_CODE = "; give target.trust_remote_code=true if you trust it"
 DRAFT = "eagle_train"  # a key that the config.json of our drafts has
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-TOKENIZERS = ("tokenizer*", "*.model", "*.tiktoken", "vocab.*")
+TOKENIZERS = ("tokenizer*", "tekken.json", "*.model", "*.tiktoken", "vocab.*")
 PLACEMENTS = ("replicated", "fsdp2", "tensor")
 
 Reads = Callable[[TargetConfig, Any, int], None]

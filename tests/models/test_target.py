@@ -1,5 +1,6 @@
 """The target: what it hands out is the model's own, and a model that is not whole or not understood is refused."""
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -12,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from eagle_train.corpus.tokens import Encoder
 from eagle_train.errors import UserError
 from eagle_train.models import forward, probe
-from eagle_train.models.loading import TargetConfig, check_placement, load_config, load_target
+from eagle_train.models.loading import TargetConfig, check_placement, load_config, load_target, load_tokenizer
 from eagle_train.models.shapes import rope_limit
 from eagle_train.models.target import Target
 from eagle_train.models.weights import check_loaded, fingerprint
@@ -476,6 +478,21 @@ def test_a_tokenizer_that_cannot_be_read(copy):
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"^target\.path=.*: its tokenizer cannot be read: "):
         load_target(TargetConfig(str(copy)), "cpu")
+
+
+def test_a_tokenizer_in_mistrals_own_format_is_read(tmp_path):
+    """Mistral's newer checkpoints have no tokenizer.json. Byte b is token b + 3, behind the special ones."""
+    transformers.MistralConfig().save_pretrained(tmp_path)
+    assert load_tokenizer(TargetConfig(str(tmp_path))) is None
+    special = [
+        {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(["<unk>", "<s>", "</s>"])
+    ]
+    vocabulary = [{"rank": byte, "token_bytes": base64.b64encode(bytes([byte])).decode()} for byte in range(256)]
+    sizes = {"num_vocab_tokens": 256, "default_vocab_size": 259, "default_num_special_tokens": 3, "version": "v7"}
+    tekken = {"config": {"pattern": r"\S+|\s+", **sizes}, "vocab": vocabulary, "special_tokens": special}
+    (tmp_path / "tekken.json").write_text(json.dumps(tekken))
+    tokenizer = load_tokenizer(TargetConfig(str(tmp_path)))
+    assert Encoder(tokenizer)("<s>é a</s>").ids == [1, *(byte + 3 for byte in "é a".encode()), 2]
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
