@@ -34,7 +34,7 @@ TESTED_IN = {
     "inference/drafters/test_draft_model.py": "inference/drafters/same_tokenizer",
     "inference/drafters/test_layer_skip.py": "models/stages",
     "inference/drafters/test_all_at_once.py": "inference/drafters/trained",
-    "inference/drafters/test_drafters.py": "inference/decode/row_trees",
+    "inference/drafters/test_drafters.py": "inference/decode/row_trees inference/drafters/proposed",
     "inference/decode/test_tree.py": "inference/decode/named_trees tree_names",
     "inference/decode/test_adaptive.py": "inference/decode/acceptance inference/decode/calibration "
     "inference/decode/round_costs",

@@ -63,8 +63,8 @@ class EngineConfig:
     - `drafting`: how a node's children are chosen above temperature 0: greedy, multinomial or
       multinomial_without_replacement. With greedy drafts a seed gives the same tokens as without drafts, except for
       rounding. In the other modes the tokens of a seed depend on the tree, and so on the batch size if sizes have trees
-      of their own; with `Eagle`'s alignment `last` also on whether a prompt was found in the cache or recomputed. Their
-      distribution is the same.
+      of their own; with `Eagle`'s alignment `last` also on whether a prompt was found in the cache or recomputed. They
+      do not depend on what else the batch's requests are. Their distribution is the same.
     - `gate`: decode plainly in rounds in which the tree's drafts are not expected to pay, by the acceptance so far and
       by what rounds take; they are tried again later. `tree=auto` always does so. Rounds are timed in the constructor.
       The tokens of a seed then depend on time where drafts are drawn.

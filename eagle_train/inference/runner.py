@@ -49,7 +49,8 @@ from eagle_train.inference.drafters.drafter import (
     Pending,
     TreePlan,
 )
-from eagle_train.inference.drafters.drafters import Drafters, Part, Proposed, Seats
+from eagle_train.inference.drafters.drafters import Drafters, Seats
+from eagle_train.inference.drafters.proposed import Part, Proposed
 from eagle_train.inference.grammar.guided import Guidance, NodeMasks
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.tensor_parallel import Ranks
@@ -200,9 +201,15 @@ class Runner:
             else:
                 # A graph is of a form of trees; with several drafters those that differ by row are recorded.
                 drafted = self.drafters.propose(round, inputs.seats, by_row=self.graphs is not None)
-            if self.ranks.size > 1 and guidance is not None:
-                guidance.reset()  # it has this rank's drafts, which may differ from rank 0's by rounding
+            if guidance is not None and not self._knows_drafts(drafted):
+                guidance.reset()
             return drafted
+
+    def _knows_drafts(self, drafted: Proposed) -> bool:
+        """Whether the drafts of which a drafter asked the grammars are surely these: not where it was asked for parts
+        of the batch, is a user's, or is a rank's own, whose drafts may differ from rank 0's by rounding."""
+        is_whole = [part.rows for part in drafted.parts] == [None]
+        return is_whole and not self.drafters.are_checked and self.ranks.size == 1
 
     def draft_round(self, inputs: RoundInputs) -> DraftRound:
         """What drafters are given in a round in which they run."""

@@ -15,7 +15,7 @@ import torch
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.drafters.drafters import Proposed
+from eagle_train.inference.drafters.proposed import Proposed
 from eagle_train.inference.requests.sequence import Output, Sequence
 from tests.support.inside import active_in, drafter_of, inside, runner_of
 from tests.support.tiny import continued, random_tokens, shared_target

@@ -19,7 +19,7 @@ from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.row_trees import RowTrees
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.drafter import TreePlan
-from eagle_train.inference.drafters.drafters import Proposed
+from eagle_train.inference.drafters.proposed import Proposed
 from eagle_train.inference.runner import Runner
 
 _LONG, _TIMES = 256, 3  # tokens of a prompt that is read for its time, and how often

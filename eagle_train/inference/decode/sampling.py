@@ -188,10 +188,12 @@ def propose(
     fewer than C takes the first ones.
 
     - "greedy": the C most likely tokens. q is a point mass, whatever the temperature (paper section 3.2).
-    - "multinomial": C independent draws from q = softmax(logits / temperature), without top-k and top-p. Temperature 0
-      counts as 1: a point mass would give one child only.
+    - "multinomial": C independent draws from q = softmax(logits / temperature), without top-k and top-p.
     - "multinomial_without_replacement": each is drawn from q without the earlier ones, renormalised. When q has no mass
       left, token 0 is proposed, which `verify` rejects.
+
+    A row at temperature 0 has the C most likely tokens in these modes too, and q as at temperature 1: any q that the
+    children have mass in accepts the target's most likely token.
     """
     assert mode in DRAFT_MODES, mode
     if mode == "greedy":
@@ -202,12 +204,15 @@ def propose(
     assert noise is not None, mode
     q = _over_temperature(at_least_float32(logits), temperature).softmax(-1)
     if mode == "multinomial":
-        return sample(q[:, :, None], noise), q  # [B, P, 1, V] with [B, P, C]
-    tokens, q_r = [], q  # q_r [B, P, V]: q without the tokens drawn so far
-    for rank in range(num_children):
-        tokens.append(sample(q_r, noise[:, :, rank]))
-        q_r = normalised(q_r.scatter(-1, tokens[-1][..., None], 0.0))
-    return torch.stack(tokens, -1), q
+        drawn = sample(q[:, :, None], noise)  # [B, P, 1, V] with [B, P, C]
+    else:
+        tokens, q_r = [], q  # q_r [B, P, V]: q without the tokens drawn so far
+        for rank in range(num_children):
+            tokens.append(sample(q_r, noise[:, :, rank]))
+            q_r = normalised(q_r.scatter(-1, tokens[-1][..., None], 0.0))
+        drawn = torch.stack(tokens, -1)
+    best = logits.topk(num_children).indices
+    return torch.where((temperature == 0)[:, None, None], best, drawn), q
 
 
 class Verified(NamedTuple):

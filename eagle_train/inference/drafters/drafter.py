@@ -21,7 +21,7 @@ from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.row_trees import AnyTree, PlanTree, RowTrees
 from eagle_train.inference.decode.tree import Tree
-from eagle_train.inference.grammar.guided import NodeMasks
+from eagle_train.inference.grammar.guided import Guidance, NodeMasks
 from eagle_train.models.stages import Stages
 from eagle_train.ops.transfer import to_device
 
@@ -105,7 +105,7 @@ class Pending:
 @dataclass(frozen=True)
 class Choice:
     """How a node's children are chosen: the mode of `sampling.propose`; temperature float32 [A] and noise float64
-    [A, draws] are None for greedy.
+    [A, draws] are None for greedy. In a drawn mode, too, rows at temperature 0 have the most likely tokens.
 
     `guidance`: the tokens that the rows' grammars allow after a node; None without a grammar. Other drafts are rejected
     in verification.
@@ -115,6 +115,13 @@ class Choice:
     temperature: torch.Tensor | None = None
     noise: torch.Tensor | None = None
     guidance: NodeMasks | None = None
+
+    def rows(self, order: list[int], index: torch.Tensor) -> "Choice":
+        """The same of the rows `order`; `index`: the same numbers on the device."""
+        temperature, noise = (None if x is None else x[index] for x in (self.temperature, self.noise))
+        assert isinstance(self.guidance, Guidance | None), "a recording has all rows"
+        guidance = None if self.guidance is None else self.guidance.of(order)
+        return Choice(self.mode, temperature, noise, guidance)
 
 
 @dataclass(frozen=True)
@@ -173,11 +180,11 @@ class DraftRound:
     target_cache: PagedKV | None = None
 
     def rows(self, order: list[int]) -> "DraftRound":
-        """The same of some rows. Drafts are then greedy."""
+        """The same of some rows."""
         index = to_device(order, self.pending.tokens.device, torch.long)
         texts = None if self.texts is None else [self.texts[row] for row in order]
         prefixes = (self.prefix.rows(order), self.draft_prefix.rows(order))
-        pending, choice = self.pending.rows(index), Choice()
+        pending, choice = self.pending.rows(index), self.choice.rows(order, index)
         return DraftRound(self.plan, *prefixes, pending, choice, self.vocab_size, texts, self.target_cache)
 
 

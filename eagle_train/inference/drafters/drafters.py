@@ -10,66 +10,25 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
 from eagle_train.errors import OptionError, check, one_line
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
-from eagle_train.inference.decode.row_trees import AnyTree, DynamicTree, OpenTree, RowChains, RowTrees
+from eagle_train.inference.decode.row_trees import AnyTree, DynamicTree, OpenTree, RowTrees
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.inference.drafters.checks import checked_drafts, checked_pending
-from eagle_train.inference.drafters.drafter import Choice, Drafted, Drafter, DraftRound, Outcome, Pending, TreePlan
+from eagle_train.inference.drafters.drafter import Choice, Drafter, DraftRound, Outcome, Pending, TreePlan
+from eagle_train.inference.drafters.proposed import Part, Proposed, chains, index_of, merged_q, tree_of
+from eagle_train.inference.grammar.guided import Guidance
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 from eagle_train.ops.transfer import to_device
 
-NO_TOKEN = -1
-"""The id of no token."""
 R = TypeVar("R")
 Seats = Sequence[str | None]
 """The name of each row's drafter; None: it has none."""
-
-
-class Part(NamedTuple):
-    """What one drafter was given, and what it proposed. `rows`: None for all of them."""
-
-    drafter: Drafter
-    rows: list[int] | None
-    round: DraftRound
-    drafted: Drafted
-
-    def of(self, rows: list[int]) -> "Part":
-        """The same of some of its rows."""
-        places = rows if self.rows is None else [self.rows.index(row) for row in rows]
-        return Part(self.drafter, rows, self.round.rows(places), self.drafted.rows(places))
-
-
-class Proposed(NamedTuple):
-    """A round's drafts: tokens int64 [A, N], q [A, N, V] or None, and the tree that they fill.
-
-    `parts`: of the drafters. `wrong`: bool [A], the rows that get no more drafts; None where nobody is checked.
-    `reasons`: why, as far as the host knows. `undrafted`: bool [A], the rows whose nodes are no drafts; None where
-    there are none.
-    """
-
-    tokens: torch.Tensor
-    q: torch.Tensor | None
-    tree: AnyTree
-    parts: list[Part]
-    wrong: torch.Tensor | None
-    reasons: dict[int, str]
-    undrafted: torch.Tensor | None
-
-    @property
-    def offered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens and q by which nodes are accepted. Of a row without drafts no node is: its nodes hold its pending
-        token, which the target may well repeat, but plain decoding has one token a round."""
-        if self.undrafted is None:
-            return self.tokens, self.q
-        if self.q is None:
-            return self.tokens.masked_fill(self.undrafted[:, None], NO_TOKEN), None
-        return self.tokens, self.q.masked_fill(self.undrafted[:, None, None], 0.0)
 
 
 class Drafters:
@@ -177,7 +136,7 @@ class Drafters:
         return self._agreed_reasons(reasons, seats)
 
     def propose(self, round: DraftRound, seats: Seats, by_row: bool = False) -> Proposed:
-        """The drafts of all rows. `round.choice` is for a batch of one drafter; parts of one are drafted greedily.
+        """The drafts of all rows.
 
         A plan of the root alone is for drafters with caches, which read what is pending; others are not asked.
         `by_row`: where plans leave the tree open, trees are `RowTrees`, whichever drafters take part.
@@ -253,15 +212,18 @@ class Drafters:
         own = round if rows is None else round.rows(rows)
         if len(self.by_name) == 1:
             return own
+        plan, guidance = round.plan.of(name), own.choice.guidance
         pending = replace(own.pending, hidden=self._states(name, own.pending.hidden))
-        return replace(own, plan=round.plan.of(name), pending=pending, choice=Choice())
+        assert isinstance(guidance, Guidance | None)
+        masks = None if guidance is None else guidance.of(range(len(pending.counts)), plan.tree)
+        return replace(own, plan=plan, pending=pending, choice=Choice(guidance=masks))
 
     def _merged(
         self, round: DraftRound, parts: list[Part], by_row: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, AnyTree]:
         """Tokens, q and tree of all rows. Rows without a part repeat the pending token, in a tree of the root alone
         where trees differ by row."""
-        trees = [_tree_of(part) for part in parts]
+        trees = [tree_of(part) for part in parts]
         if len(parts) == 1 and parts[0].rows is None:
             is_free = self._ranks.group is None and not (by_row and isinstance(trees[0], Tree))
             if is_free or not self.varies:
@@ -270,35 +232,23 @@ class Drafters:
         if not self.varies:
             tree = trees[0] if trees else round.plan.tree
             assert isinstance(tree, Tree)
-            tokens = last.repeat(1, tree.num_nodes)
+            tokens, q = last.repeat(1, tree.num_nodes), merged_q(parts, len(last))
             for part in parts:
-                tokens[_index(part.rows, last.device)] = part.drafted.tokens
-            return tokens, None, tree
+                tokens[index_of(part.rows, last.device)] = part.drafted.tokens
+            return tokens, q, tree
         if self._ranks.group is None and all(tree.is_chain for tree in trees):  # ranks' text drafters may differ
-            return self._chains(last, parts, trees)
+            return chains(last, parts, trees)
         most = round.plan.tree
         width = most.num_nodes if self._ranks.group is not None else max([1, *(tree.num_nodes for tree in trees)])
         tokens, parents = last.repeat(1, width), last.new_zeros(len(last), width)
         real = torch.zeros_like(parents, dtype=torch.bool)
         real[:, 0] = True
         for part, tree in zip(parts, trees, strict=True):
-            place = (_index(part.rows, last.device), slice(tree.num_nodes))
+            place = (index_of(part.rows, last.device), slice(tree.num_nodes))
             tokens[place] = part.drafted.tokens
             parents[place] = tree.parents if isinstance(tree, RowTrees) else tree.parent
             real[place] = tree.real if isinstance(tree, RowTrees) else True
         return tokens, None, RowTrees(parents, real, most.max_depth)
-
-    def _chains(
-        self, last: torch.Tensor, parts: list[Part], trees: list[AnyTree]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, AnyTree]:
-        """As `_merged`, of parts whose trees are chains."""
-        width = max([1, *(tree.num_nodes for tree in trees)])
-        tokens, lengths = last.repeat(1, width), torch.zeros_like(last[:, 0])
-        for part, tree in zip(parts, trees, strict=True):
-            place = _index(part.rows, last.device)
-            tokens[place, : tree.num_nodes] = part.drafted.tokens
-            lengths[place] = tree.row_depth if isinstance(tree, RowTrees) else tree.max_depth
-        return tokens, None, RowChains(lengths, width)
 
     def _wrong(
         self, round: DraftRound, found: list[tuple[list[int] | None, torch.Tensor]], reasons: dict[int, str]
@@ -308,9 +258,9 @@ class Drafters:
             return None
         wrong = torch.zeros_like(round.pending.counts, dtype=torch.bool)
         for rows, each in found:
-            wrong[_index(rows, wrong.device)] = each
+            wrong[index_of(rows, wrong.device)] = each
         if reasons:
-            wrong[_index(list(reasons), wrong.device)] = True
+            wrong[index_of(list(reasons), wrong.device)] = True
         return wrong
 
     def _undrafted(self, seats: Seats, wrong: torch.Tensor | None) -> torch.Tensor | None:
@@ -327,7 +277,7 @@ class Drafters:
 
     def _rewound(self, part: Part, outcome: Outcome) -> Pending:
         """What a part's drafter returns of its rows."""
-        tree, own = _tree_of(part), outcome
+        tree, own = tree_of(part), outcome
         if part.rows is not None:
             index = to_device(part.rows, outcome.node.device, torch.long)
             logits = None if outcome.logits is None else outcome.logits[index]
@@ -417,15 +367,3 @@ def _grouped(seats: Seats) -> dict[str, list[int]]:
         if name is not None:
             groups.setdefault(name, []).append(row)
     return groups
-
-
-def _tree_of(part: Part) -> AnyTree:
-    if part.drafted.trees is not None:
-        return part.drafted.trees
-    assert isinstance(part.round.plan.tree, Tree)
-    return part.round.plan.tree
-
-
-def _index(rows: list[int] | None, device: torch.device) -> torch.Tensor | slice:
-    """Rows for an assignment: a list of numbers would have the host wait for the device."""
-    return slice(None) if rows is None else to_device(rows, device, torch.long)

@@ -230,8 +230,13 @@ class _Walk:
     """Moves a matcher between the nodes of a tree."""
 
     def __init__(self, matcher: Matcher, parents: Sequence[int]):
-        self.matcher, self.parents, self.path = matcher, parents, [0]
-        self._roll_back(matcher.ahead)  # a round that raised may have left it below the root
+        self.matcher, self.parents = matcher, parents
+        self.restart()
+
+    def restart(self) -> None:
+        """Move to the root, wherever the matcher is: another walk, or a round that raised, may have left it below."""
+        self.path = [0]
+        self._roll_back(self.matcher.ahead)
 
     def _roll_back(self, steps: int) -> None:
         if steps > 0:
@@ -261,8 +266,9 @@ class Guidance:
     def __init__(self, guide: Guide, tree: Tree | OpenTree, matchers: list[Matcher | None]):
         """`matchers`: of the A rows; None for a row without a grammar, where everything is allowed. Of an `OpenTree`
         the root alone is known until `set_trees`."""
-        tree = tree if isinstance(tree, Tree) else chain(0)
+        self._plan, tree = tree, tree if isinstance(tree, Tree) else chain(0)
         self.guide, self.known, self.tree = guide, set[int](), cast(AnyTree, tree)
+        self.matchers = matchers
         self.parents: HostCopy | None = None  # int64 [A, N], of trees that differ by row, until the host has them
         guided = [(row, matcher) for row, matcher in enumerate(matchers) if matcher is not None]
         self.rows = [row for row, _ in guided]
@@ -275,6 +281,13 @@ class Guidance:
         masks, ends = guide.masks, to_device(longest, guide.masks.stop.device)[:, None, None]
         # [A, 1, W]: the tokens that a mask with other than stop tokens keeps; with `longest` no stop token
         self.text = torch.where(ends, masks.others, masks.others | masks.stop)
+
+    def of(self, order: Sequence[int], tree: Tree | OpenTree | None = None) -> "Guidance | None":
+        """The same of some rows, at their roots; None where none of them has a grammar. `tree`: None: the same.
+
+        The matchers are the same too: when the result was asked, this one is to be asked after `reset` alone."""
+        matchers = [self.matchers[row] for row in order]
+        return Guidance(self.guide, tree or self._plan, matchers) if any(matchers) else None
 
     def set_tokens(self, tokens: torch.Tensor) -> None:
         """Give the trees' tokens int64 [A, nodes drafted so far]. Their copy to the host begins here, so that the
@@ -327,7 +340,7 @@ class Guidance:
     def rewind(self) -> None:
         """Move the matchers back to the roots, as they must be when the round ends."""
         for walk in self.walks:
-            walk.go(0, [])
+            walk.restart()
 
     def reset(self) -> None:
         """Forget the trees' tokens, for others of the same round."""

@@ -25,7 +25,7 @@ from tests.support.graph_recorder import recorded
 from tests.support.inside import pool_of
 from tests.support.prompt_lookup import PromptLookup, Unread
 from tests.support.reference_answers import GREEDY, PROMPTS, answers, cut, token_ids
-from tests.support.tiny import random_tokens, repeating_target, shared_target, tiny_model
+from tests.support.tiny import random_tokens, repeating_target, shared_target, tiny_model, tiny_tokenizer
 
 
 class Wrong(Drafter):
@@ -316,6 +316,37 @@ def test_a_batch_does_not_notice_the_fault_of_one_row(method):
         assert drafted == len(output.rounds) if index not in having else drafted <= len(output.rounds)
     most = [1, 1] if method == "propose" else [2, 2]
     assert outputs[0].stats.drafted_per_depth in ([], [1, 1], most)  # it is at fault in its first or second round
+
+
+class Asks(Drafter):
+    """Asks the grammars about one draft of a batch, and proposes another, or raises and is asked again."""
+
+    def __init__(self, raises: bool):
+        self.raises, self.met = raises, 0
+
+    def propose(self, round: DraftRound) -> Drafted:
+        guidance, drafts = round.choice.guidance, round.pending.last.repeat(1, 3)
+        likely = guidance.allowed([0])[:, 0].byte()
+        if len(drafts) > 1:
+            drafts[:, 1:] = likely.argmax(-1, keepdim=True)  # the first token that is allowed
+            guidance.set_tokens(drafts)
+            guidance.allowed([0, 1, 2])
+            self.met += 1
+            if self.raises:
+                raise RuntimeError("out of order")
+        drafts[:, 1:] = likely.shape[1] - 1 - likely.flip(1).argmax(-1, keepdim=True)  # the last one
+        return Drafted(drafts)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_grammars_said_of_other_drafts_changes_no_answer(raises):
+    target = Target(tiny_model("llama"), tiny_tokenizer(), name="tiny-llama")
+    drafter, grammar = Asks(raises), {"regex": "(ab|cd|aac){12}"}
+    params = [replace(GREEDY, temperature=1.0, seed=row, grammar=grammar) for row in range(4)]
+    outputs = Engine(target, drafter, "chain2").generate(PROMPTS[:4], params)
+    assert token_ids(outputs) == token_ids(Engine(target).generate(PROMPTS[:4], params))
+    assert drafter.met > 3
+    assert max(max(output.rounds) for output in outputs) > 1, "some drafts must be accepted"
 
 
 class Once(Drafter):

@@ -257,6 +257,51 @@ def test_drawn_drafts_keep_to_a_grammar(kind, drafting):
     assert len(counts_of(outputs)) < 0.8 * len(PROMPTS) * LENGTH
 
 
+def test_grammars_guide_drafts_beside_other_drafters_too():
+    """A request has the rounds that it has where its drafter is the only one."""
+    target, texts, names = target_of("llama"), texts_of("llama"), ["eagle", "medusa", "layer_skip"]
+    params = replace(GREEDY, grammar=SPELT)
+    together = with_several(target, texts, names).generate(
+        PROMPTS[:3], [replace(params, drafter=name) for name in names]
+    )
+    for row, (name, output) in enumerate(zip(names, together, strict=True)):
+        (alone,) = KINDS[name].engine(target, texts).generate([PROMPTS[row]], params)
+        assert (output.token_ids, output.rounds) == (alone.token_ids, alone.rounds), name
+        assert max(output.rounds) > 1, name
+
+
+# --- drafts that are drawn
+
+
+NEIGHBOURS = [
+    replace(GREEDY, temperature=0.9, seed=1),
+    replace(GREEDY, temperature=0.9, seed=2, drafter="none"),
+    GREEDY,
+    replace(GREEDY, temperature=1.2, seed=3, grammar=SPELT),
+    replace(GREEDY, temperature=0.7, seed=4, top_p=0.8, presence_penalty=0.5),
+    replace(GREEDY, grammar=SPELT),
+]
+
+
+@pytest.mark.parametrize("drafting", ["multinomial", "multinomial_without_replacement"])
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.draws and not kind.is_moody])
+def test_a_seed_stands_for_the_same_tokens_beside_any_neighbours(kind, drafting):
+    """One without a drafter, one at temperature 0, one with a grammar; each has its rounds too, and at temperature 0
+    those of greedy drafting."""
+    target, texts, given = target_of("llama"), texts_of("llama"), KINDS[kind]
+    engine = given.engine(target, texts, drafting=drafting, max_batch_size=len(PROMPTS))
+    alone = [engine.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, NEIGHBOURS, strict=True)]
+    for rows in ([0, 1, 2, 3, 4, 5], [0, 1], [2, 0], [1, 3], [5, 4, 2]):
+        outputs = engine.generate([PROMPTS[row] for row in rows], [NEIGHBOURS[row] for row in rows])
+        for row, output in zip(rows, outputs, strict=True):
+            assert (output.token_ids, output.rounds) == (alone[row].token_ids, alone[row].rounds), (rows, row)
+    greedy = given.engine(target, texts)
+    for row in (1, 2, 5):
+        (output,) = greedy.generate([PROMPTS[row]], NEIGHBOURS[row])
+        assert (output.token_ids, output.rounds) == (alone[row].token_ids, alone[row].rounds)
+    assert max(counts_of([alone[0], alone[3], alone[4]])) > 1, "some drafts must be accepted"
+
+
 # --- drafters by request, ranks, compiled forwards
 
 
