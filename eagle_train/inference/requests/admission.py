@@ -22,20 +22,21 @@ def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory
 
     Else the cache grows until a full batch of the largest request fits, as far as there is memory.
     """
-    unfinished = [*scheduler.unfinished, *sequences]
-    needs = [blocks_for(_most_slots(each, scheduler.ahead)) for each in unfinished]
     kv_tokens, total = memory.kv_tokens, memory.pool.total
     room = "" if kv_tokens is not None else f", and the device had memory for {total * BLOCK}"
-    for sequence, need in zip(unfinished, needs, strict=True):
+    for sequence in sequences:
+        need = sequence.most_blocks = blocks_for(_most_slots(sequence, scheduler.ahead))
         check(
             not memory.is_fixed or need <= total,
             f"kv_tokens={kv_tokens}: {sequence.name} and its answer need {need * BLOCK}{room}",
             OptionError,
         )
-    blocks = (max(needs, default=0) + 1) * min(scheduler.rows, len(needs))
+    needs = [each.most_blocks for each in (*scheduler.unfinished, *sequences)]
+    most = max(needs, default=0)
+    blocks = (most + 1) * min(scheduler.rows, len(needs))
     if not memory.is_fixed and blocks > total:
-        memory.grow(blocks, least=max(needs))
-    memory.pool.region = max(needs, default=0)
+        memory.grow(blocks, least=most)
+    memory.pool.region = most
     scheduler.waiting.extend(sequences)
 
 

@@ -140,6 +140,7 @@ class Sequence:
     finish_reason: str | None = None
     last_token_at: float = 0.0
     blocks: list[int] = field(default_factory=list)  # its blocks in the cache, in the order of its tokens
+    most_blocks: int = 0  # that it may come to need
     had_blocks: bool = False  # it was admitted, and may have been preempted since
     num_computed: int = 0  # tokens that are in the caches of both models
     remote_task: Any = None  # of the process that prefills it; None: this one does

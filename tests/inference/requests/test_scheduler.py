@@ -11,6 +11,7 @@ from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH
+from eagle_train.inference.requests import admission
 from eagle_train.inference.requests.scheduler import Scheduler
 from eagle_train.inference.requests.sequence import Sequence
 from tests.support.inside import drafter_of, pool_of
@@ -54,6 +55,19 @@ def test_who_there_is_no_memory_for_is_refused_and_the_others_go_on(error, monke
     while engine.has_unfinished:
         engine.step()
     assert [request.generated for request in (first, *others)] == cut(answers("llama"))[:3]
+
+
+def test_a_request_is_sized_once_however_many_wait(monkeypatch):
+    """Many thousands may."""
+    sized, engine = [], Engine(shared_target(), max_batch_size=1)
+    monkeypatch.setattr(admission, "blocks_for", lambda slots: sized.append(slots) or blocks_for(slots))
+    long = engine.add(PROMPTS[1], GREEDY)
+    requests = [long] + [engine.add(prompt, SamplingParams(max_tokens=1)) for prompt in PROMPTS[:1] * 20]
+    assert len(sized) == len(requests)
+    assert pool_of(engine).region == long.most_blocks > requests[-1].most_blocks > 0
+    while engine.has_unfinished:
+        engine.step()
+    assert all(request.finish_reason == "length" for request in requests)
 
 
 def test_where_memory_is_short_they_wait_for_each_other(preempted, monkeypatch):
