@@ -80,10 +80,13 @@ class BlockMemory:
         """
         affordable = self.ranks.least(self.affordable())
         if least > self.pool.total:
-            self._resize(max(least, min(blocks, affordable)))
+            wanted = max(least, min(blocks, affordable))
+            while wanted > least and not self._resized(wanted):
+                wanted = max(least, wanted // 2)
+            if wanted == least:
+                self._resize(least)
         elif blocks <= affordable:
-            with suppress(UserError):  # free memory may be fragmented
-                self._resize(blocks)
+            self._resized(blocks)
 
     def affordable(self) -> int:
         """The number of further blocks that fit in free GPU memory; no limit on a CPU."""
@@ -92,6 +95,13 @@ class BlockMemory:
             return sys.maxsize
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((torch.cuda.mem_get_info(device)[0] + cached) * _MEMORY_SHARE) // self._block_bytes
+
+    def _resized(self, blocks: int) -> bool:
+        """As `_resize`; whether there was memory: on a GPU it may be fragmented, on a CPU nobody knows before."""
+        with suppress(UserError):
+            self._resize(blocks)
+            return True
+        return False
 
     @torch.inference_mode()
     def _resize(self, blocks: int) -> None:

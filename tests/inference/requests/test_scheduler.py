@@ -39,7 +39,7 @@ def test_who_there_is_no_memory_for_is_refused_and_the_others_go_on(error, monke
     engine, grown = Engine(target, tiny_draft(target), "chain3"), PagedKV.grown
 
     def short(self, blocks):
-        if self is drafter_of(engine).cache and blocks > 20:
+        if self is drafter_of(engine).cache and blocks > 9:  # less than the long request needs
             raise error
         return grown(self, blocks)
 
@@ -99,6 +99,22 @@ def test_where_free_memory_lies_in_pieces_they_wait_too(monkeypatch):
         engine.generate(PROMPTS, SamplingParams(max_tokens=50 * BLOCK))
     monkeypatch.setattr(PagedKV, "grown", grown)
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+
+
+def test_where_a_whole_batch_has_no_memory_from_the_start_they_wait_for_each_other(monkeypatch):
+    """On a CPU nothing is known of free memory before it is asked for."""
+    target, grown = shared_target(), PagedKV.grown
+    least = max(blocks_for(len(prompt) + GREEDY.max_tokens + 4) for prompt in PROMPTS)
+    engine = Engine(target, tiny_draft(target), "chain3", max_batch_size=4)
+
+    def short(self, blocks):
+        if blocks > 2 * least:
+            raise RuntimeError("can't allocate memory")
+        return grown(self, blocks)
+
+    monkeypatch.setattr(PagedKV, "grown", short)
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers("llama"))
+    assert least <= pool_of(engine).total <= 2 * least
 
 
 @pytest.mark.parametrize("tree", TREES)
