@@ -193,17 +193,25 @@ class Torch:
         self.optimizer.zero_grad()
 
     def state(self) -> tuple[Tensors, Tensors]:
-        state: tuple[Any, Any] = get_state_dict(self._module, self.optimizer.parts, options=_FLAT)
-        draft, optimizer = state
+        draft, optimizer = self._states()
         return draft, _tensors_of(optimizer)
 
     def restore(self, read: Callable[[dict[str, torch.Tensor]], None]) -> None:
-        state: tuple[Any, Any] = get_state_dict(self._module, self.optimizer.parts, options=_FLAT)
-        draft, optimizer = state
+        draft, optimizer = self._states()
         read(draft | _tensors_of(optimizer))
         set_state_dict(
             self._module, self.optimizer.parts, model_state_dict=draft, optim_state_dict=optimizer, options=_FLAT
         )
+
+    def _states(self) -> tuple[Any, Any]:
+        """Draft and optimiser as torch's state dicts; the optimiser's is made where it has made no step yet."""
+        new = [part for part in self.optimizer.parts if not part.state]
+        state: tuple[Any, Any] = get_state_dict(self._module, self.optimizer.parts, options=_FLAT)
+        # torch makes missing state by a step of its own, at a learning rate of 0, which AdamW counts: the first real
+        # one would be corrected as if it were the second.
+        for counted in (each["step"] for part in new for each in part.state.values() if "step" in each):
+            counted.zero_()
+        return state
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one level of keys, `state.NAME.exp_avg`

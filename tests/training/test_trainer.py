@@ -4,6 +4,7 @@ resume.
 
 import math
 import random
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain, repeat
@@ -725,6 +726,27 @@ def test_weights_and_intervals_are_not_negative(field):
 def test_options_beyond_the_paper_are_checked(field, value, right):
     with pytest.raises(UserError, match=rf"^train\.{field}={value}: must be {right}$"):
         TrainConfig(**{"steps": 1, field: value})
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_checkpoint_before_the_first_step_that_is_followed_changes_nothing(tmp_path, data, name):
+    """Saving makes the optimiser's state, and no step of it; nor does resuming."""
+    options = {"steps": 4, "optim": {"name": name}, "keep": 0}
+    plain, saving = (
+        make_trainer(tmp_path / f"every-{every}", data, save_every=every, eval_every=4, **options) for every in (0, 1)
+    )
+    again = make_trainer(tmp_path / "every-1", data, save_every=0, **options)
+    for trainer in (plain, saving, again):
+        with_gradient(trainer, {1: math.nan, 2: math.nan})
+        if trainer is again:
+            for path in checkpoints(tmp_path / "every-1")[2:]:
+                shutil.rmtree(path)
+            assert trainer.resume()
+            assert trainer.state.step == 2
+        run_training(trainer, resumed=trainer is again)
+    for other in (saving, again):
+        assert_same(dict(other.draft.named_parameters()), dict(plain.draft.named_parameters()), 0.0)
+        assert_same(other.backend.state()[1], plain.backend.state()[1], 0.0)
 
 
 def test_a_run_in_which_every_step_was_skipped_fails(tmp_path, data):
