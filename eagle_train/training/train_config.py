@@ -68,6 +68,10 @@ class TrainConfig:
         check(end is None or end >= 0, f"train.l1_weight_end={end}: must be null, 0 or more")
         kinds = " or ".join(LOGITS_LOSSES)
         check(self.logits_loss in LOGITS_LOSSES, f"train.logits_loss={self.logits_loss}: must be {kinds}")
+        weights = f"train.l1_weight={self.l1_weight}, train.ce_weight={self.ce_weight}"
+        check(max(self.l1_weight, self.ce_weight, end or 0) > 0, f"{weights}: nothing is learnt; one must be above 0")
+        used = self.ce_weight > 0 or self.logits_loss == TrainConfig.logits_loss
+        check(used, f"train.logits_loss={self.logits_loss}: has no weight, train.ce_weight={self.ce_weight}; give one")
         quants = " or ".join(TARGET_QUANTS)
         check(self.target_quant in TARGET_QUANTS, f"train.target_quant={self.target_quant}: must be {quants}")
         check(self.runaway > 1, f"train.runaway={self.runaway}: must be above 1")

@@ -728,6 +728,17 @@ def test_options_beyond_the_paper_are_checked(field, value, right):
         TrainConfig(**{"steps": 1, field: value})
 
 
+def test_a_loss_without_a_weight_is_refused():
+    """Nothing would be learnt, and every gradient be 0."""
+    told = r"^train\.l1_weight=0\.0, train\.ce_weight=0\.0: nothing is learnt; one must be above 0$"
+    with pytest.raises(UserError, match=told):
+        TrainConfig(steps=1, l1_weight=0.0, ce_weight=0.0)
+    for weights in ({"ce_weight": 0.0}, {"l1_weight": 0.0}, {"l1_weight": 0.0, "l1_weight_end": 1.0, "ce_weight": 0.0}):
+        TrainConfig(steps=1, **weights)
+    with pytest.raises(UserError, match=r"^train\.logits_loss=lk: has no weight, train\.ce_weight=0\.0; give one$"):
+        TrainConfig(steps=1, logits_loss="lk", ce_weight=0.0)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_checkpoint_before_the_first_step_that_is_followed_changes_nothing(tmp_path, data, name):
     """Saving makes the optimiser's state, and no step of it; nor does resuming."""
