@@ -2,6 +2,7 @@
 each dataclass lives with the code that reads it. DESIGN section 3.10.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -33,11 +34,14 @@ def bundled(path: str) -> str:
 
 
 def build(cls: type[T], values: Any, field: str) -> T:
-    """`values` as the dataclass `cls`; unknown keys and wrong types are refused with a UserError that names `field`."""
+    """`values` as the dataclass `cls`; unknown keys, wrong types and numbers that are not finite are refused with a
+    UserError that names `field`. A dataclass names the fields that may be inf in a ClassVar `unbounded`."""
     check(isinstance(values, Mapping), f"{field}={values!r}: must be a mapping")
     try:
         with within(field):
-            return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values)))
+            made = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+            _check_finite(made, field)
+            return cast(T, made)
     except OmegaConfBaseException as error:
         own = error.full_key or misfit(cls, values)
         key = ".".join(part for part in (field, own) if part)
@@ -48,6 +52,19 @@ def build(cls: type[T], values: Any, field: str) -> T:
         if isinstance(error, ConfigKeyError) and is_dataclass(error.object_type):  # OmegaConf names a class of ours
             said = "no such key" + did_you_mean(str(error.key), [each.name for each in fields(error.object_type)])
         raise UserError(f"{key}: {said}") from error
+
+
+def _check_finite(made: Any, place: str) -> None:
+    """Raise UserError for a number that is not finite, in a dataclass or in one that it holds: no check of a least
+    value finds inf, and clocks, counts and plans fail at it later."""
+    held = made if isinstance(made, Mapping) else {each.name: getattr(made, each.name) for each in fields(made)}
+    for name, value in held.items():
+        key = ".".join(part for part in (place, str(name)) if part)
+        if isinstance(value, float):
+            may_be = value == math.inf and name in getattr(made, "unbounded", ())
+            check(math.isfinite(value) or may_be, f"{key}={value}: must be a finite number")
+        elif is_dataclass(value) or (isinstance(value, Mapping) and any(map(is_dataclass, value.values()))):
+            _check_finite(value, key)
 
 
 def no_list(key: str, value: Any) -> str:

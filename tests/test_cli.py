@@ -406,6 +406,41 @@ def test_build_names_what_is_wrong(change, message):
     assert "\n" not in str(error.value)
 
 
+@dataclass
+class Bounded:
+    share: float = 1.0
+    most: float = 1.0
+
+    unbounded = ("most",)
+
+
+@dataclass
+class Holding:
+    one: Bounded = field(default_factory=Bounded)
+    several: dict[str, Bounded] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_numbers_are_finite(value):
+    for change, key in (
+        ({"one": {"share": value}}, "one.share"),
+        ({"several": {"a": {"share": 2}, "b": {"share": value}}}, "several.b.share"),
+        *([] if value == float("inf") else [({"one": {"most": value}}, "one.most")]),
+    ):
+        with pytest.raises(UserError, match=rf"^outer\.{key}={value}: must be a finite number$"):
+            build(Holding, change, "outer")
+    assert build(Holding, {"one": {"most": float("inf")}}, "outer").one.most == float("inf")
+
+
+@pytest.mark.parametrize(
+    "key", ["train.minutes", "optim.lr", "parallel.timeout_minutes", "cluster.tflops", "train.feature_noise"]
+)
+def test_a_run_has_no_infinite_number(capsys, key):
+    path = "data.path=data/tiny_target/answers.jsonl.gz"
+    assert call(train.main, "plan=true", "data=messages", path, f"{key}=inf") == 2
+    assert error_line(capsys) == f"{key}=inf: must be a finite number"
+
+
 def test_an_option_error_names_each_field_as_it_is_typed():
     """Also those behind the first colon, and none that merely contain a field's name."""
     error = OptionError("tokens=8: needs cache=True or more tokens than host_tokens", "cache", "tokens")

@@ -71,7 +71,6 @@ def test_a_default_is_shown_as_one_types_it():
 
 NAMES_SPEAK = {"draft": {"num_heads", "num_kv_heads", "head_dim", "num_layers", "rms_norm_eps", "rope_parameters"}}
 NAMES_SPEAK["draft"] |= {"max_position_embeddings"}
-NAMES_SPEAK["optim"] = {"lr", "weight_decay", "warmup_steps", "tokens_per_step"}
 
 
 @pytest.mark.parametrize("base", BASES, ids=str)

@@ -5,7 +5,7 @@ Knows nothing of losses.
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,15 +27,17 @@ class OptimConfig:
     the tokens of an optimiser step over all ranks, padding included.
     """
 
+    unbounded: ClassVar[tuple[str, ...]] = ("max_grad_norm",)
+
     name: str = "adamw"  # adamw | muon (matrices by Muon, norms by AdamW)
-    lr: float = 2e-4
-    weight_decay: float = 0.1
+    lr: float = 2e-4  # the learning rate: the highest, between warm-up and decay
+    weight_decay: float = 0.1  # of matrices; norms, biases and sinks are not decayed
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
     momentum: float = 0.95  # Muon's
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # steps in which the learning rate rises to lr, of a run of minutes too
     decay_share: float = 0.0  # the last share of the run, in which the learning rate falls to 0
-    max_grad_norm: float = 1.0  # a longer gradient is scaled to this length
-    tokens_per_step: int = 2_097_152
+    max_grad_norm: float = 1.0  # a longer gradient is scaled to this length; inf: none is
+    tokens_per_step: int = 2_097_152  # tokens of an optimiser step over all processes, padding included
 
     def __post_init__(self) -> None:
         check(self.name in NAMES, f"optim.name={self.name}: must be {' or '.join(NAMES)}")

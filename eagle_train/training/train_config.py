@@ -1,6 +1,7 @@
 """The settings of a training run: the group `train`. Knows nothing of the loop that reads them. DESIGN section 3.10."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from eagle_train.drafts.losses import LOGITS_LOSSES
 from eagle_train.errors import check
@@ -32,8 +33,10 @@ class TrainConfig:
     continues from its own checkpoint.
 
     A step is skipped if its gradient is not finite, or longer than `runaway` times the median of the recent ones
-    (runaway.py); more than `max_skipped` such steps end the run.
+    (runaway.py; inf: no length is too much); more than `max_skipped` such steps end the run.
     """
+
+    unbounded: ClassVar[tuple[str, ...]] = ("runaway",)
 
     steps: int | None = None  # optimiser steps; null where minutes are given
     minutes: float | None = None  # of training: the schedule follows the share used, and a resumed run has what is left
