@@ -63,6 +63,7 @@ class SourceConfig:
             check(bool(name) or column in beside, f"{key}.columns.{column} is {name!r}; it must name a column")
         for speaker, role in (self.roles or {}).items():
             check(bool(role), f"{key}.roles.{speaker} is {role!r}; it must be a role, for example user or assistant")
+            check(self.format != "text", f"{key}.roles.{speaker} is {role!r}; {key}.format=text has no speakers")
         self._check_pattern(key)
         check(bool(self.path), f"{key}.path is missing; give a file, a glob or a hub data set")
         check(self.weight > 0, f"{key}.weight is {self.weight}; it must be above 0")
@@ -163,6 +164,20 @@ def check_prompts(data: DataConfig) -> None:
     for key in (*FOR_TRAINING, "weight"):
         value = getattr(data, key)
         check(value == getattr(DataConfig, key), f"data.{key}={value}: is not read here; leave it out")
+
+
+def idle_keys(data: DataConfig) -> Iterator[tuple[str, Any, str]]:
+    """Keys whose values change nothing of how these data are read and drawn: each key, its value and the reason."""
+    for name, source in data.sources.items():
+        paths = [source.path, data.heldout if source is data else None]
+        if all(_is_of_files(path) for path in paths if path):
+            for key, usual in (("name", SourceConfig.name), ("split", SourceConfig.split)):
+                if (value := getattr(source, key)) != usual:
+                    yield field_of(name, key), value, "files have no configs and no splits"
+    if not data.mix and data.weight != SourceConfig.weight:
+        yield "data.weight", data.weight, "it is of a data set in data.mix"
+    if not data.mix and data.seed != DataConfig.seed and not data.shuffle_window:
+        yield "data.seed", data.seed, "data.shuffle_window=0 keeps the data's order"
 
 
 class Source(Protocol):
@@ -294,6 +309,11 @@ def _check_kinds(files: list[str], where: str, takes_plain: bool) -> None:
 
 def _remedy(path: str, key: str) -> str:
     return hint(path) + ("; data.heldout=null leaves it out" if key == "heldout" else "")
+
+
+def _is_of_files(path: str) -> bool:
+    """Whether a path names files, and neither a directory nor a data set of the hub."""
+    return not os.path.isdir(path) and (os.path.isfile(path) or bool(glob.glob(path, recursive=True)))
 
 
 BUNDLED_DATA = "outputs/stdlib_chat/"

@@ -6,7 +6,7 @@ embedding and no LM head: both are the target's. It learns the target's hidden s
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -79,6 +79,12 @@ class EagleConfig(DraftConfig):
         if settings.get("embedding_scale", 1.0) is None:
             return settings | {"embedding_scale": target.embedding_scale()}
         return settings
+
+    @property
+    def idle(self) -> Mapping[str, str]:
+        chunked = any(self.rope_of_layer(layer)[1] is not None for layer in range(self.num_layers))
+        found = {} if chunked else {"attention_chunk": "no layer attends to chunks, which is draft.irope's"}
+        return found if self.ffn == "moe" else found | {"num_experts": "draft.ffn=dense has no experts"}
 
     def rope_of_layer(self, layer: int) -> tuple[bool, int | None]:
         if not self.irope:

@@ -192,6 +192,11 @@ class DraftConfig:
         return settings
 
     @property
+    def idle(self) -> Mapping[str, str]:
+        """Settings that change nothing beside its others, with the reason."""
+        return {}
+
+    @property
     def first_slot(self) -> int:
         """Where the draft begins in a document."""
         return 1 if self.first_token == "skip" else 0

@@ -41,6 +41,10 @@ class LogitsConfig(DraftConfig):
         check(0 < self.decay <= 1, f"draft.decay={self.decay}: must be above 0 and at most 1")
         self.check_choice("loss", *LEARNT_LOGITS)
 
+    @property
+    def idle(self) -> Mapping[str, str]:
+        return {} if self.passes(1) > 1 else {"decay": "it learns from one pass"}
+
     def loss_bytes(self, itemsize: int) -> int:
         return 3 * itemsize  # rows of both models, picked, and a gradient
 

@@ -53,6 +53,7 @@ from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.checkpoint.format import checkpoints, newest_config
 from eagle_train.training.checkpoint.store import CheckpointStore
 from eagle_train.training.cost.estimate import GIB, ClusterConfig, PlannedRun
+from eagle_train.training.idle import tell_idle
 from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
@@ -136,6 +137,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     ahead = look_ahead(stream, target, draft.config, train, micro_batches, world, compiled)
     if world.is_main:
         tell_unserved(planned)  # when nothing more is refused
+        tell_idle(train, optim, data, planned)
     return Trainer(train, optim, target, draft, backend, ahead, heldout, store)
 
 

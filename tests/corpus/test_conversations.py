@@ -519,6 +519,7 @@ def test_what_the_assistant_wrote_of_a_text_is_said_by_a_pattern(pattern, right)
         ({"format": "text", "assistant_pattern": "("}, r"data\.assistant_pattern is '\('; it is no regular expression"),
         ({"assistant_pattern": "x"}, r"it is for data\.format=text, not messages"),
         ({"roles": {"x": ""}}, r"data\.roles\.x is ''"),
+        ({"format": "text", "roles": {"x": "user"}}, r"data\.roles\.x is 'user'; data\.format=text has no speakers"),
         ({"columns": {"messages": None}}, r"data\.columns\.messages is None; it must name a column"),
     ],
 )

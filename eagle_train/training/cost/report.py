@@ -27,6 +27,7 @@ from eagle_train.training.assembly import (
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.estimate import USABLE, ClusterConfig, CostEstimate, PlannedRun
 from eagle_train.training.cost.this_machine import steps_here
+from eagle_train.training.idle import tell_idle
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.placement import chosen
 from eagle_train.training.train_config import TrainConfig
@@ -57,6 +58,7 @@ def cost_report(config: DictConfig, ranks: int) -> str:
         warnings.warn(note, stacklevel=1)
     cost = run.cost(parallel)
     tell_unserved(draft)
+    tell_idle(train, optim, data, draft)
     lines = text(cost, train, optim, cluster, advice(cost, parallel, train, cluster))
     if train.minutes is None and cluster.gpus is not None:  # a job for other machines
         return lines
