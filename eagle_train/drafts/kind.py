@@ -126,6 +126,7 @@ class DraftConfig:
         check(size is None or size >= 1, f"draft.vocab_size={size}: must be null or at least 1")
         whole = tokens is None or (len(tokens) == size and tokens == sorted(set(tokens)))
         check(whole, f"draft.vocabulary: must be {size} different token ids in ascending order")
+        check(self.rms_norm_eps > 0, f"draft.rms_norm_eps={self.rms_norm_eps}: must be above 0")
         check_keys(self.rope_parameters)
         if not self.at_once:  # without attention nothing turns
             check_rope(self.rope_parameters, self.head_dim)

@@ -98,6 +98,12 @@ def test_vocabularies_that_are_none(values, message):
         tiny_draft(shared_target(), **values)
 
 
+@pytest.mark.parametrize("eps", [0.0, -1e-5])
+def test_a_norm_divides_by_no_zero_and_takes_no_root_below_it(eps):
+    with pytest.raises(UserError, match=rf"^draft\.rms_norm_eps={eps}: must be above 0$"):
+        tiny_draft(shared_target(), rms_norm_eps=eps)
+
+
 def test_a_head_of_unknown_tokens_is_refused():
     with pytest.raises(UserError, match=r"^draft\.vocab_size=9: give draft\.vocabulary, the tokens$"):
         Head(tiny_draft(shared_target(), vocab_size=9), shared_target().lm_head)

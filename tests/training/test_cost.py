@@ -50,7 +50,7 @@ from eagle_train.training.cost.target_shape import TargetShape
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 from eagle_train.training.parallelize import recomputed
 from eagle_train.training.placement import chosen
-from eagle_train.training.train_config import TrainConfig
+from eagle_train.training.train_config import TrainConfig, accumulation
 from evals.bench import training_steps as bench
 from tests.support import memory_job
 from tests.support.command_line import call, chats, save_target, write_jsonl
@@ -637,6 +637,17 @@ def test_a_draft_that_is_too_large_is_told_how_it_may_be_divided_further(setting
     ways = ("parallel.draft_shard_size=world", "parallel.reshard_after_forward=true")
     assert changes
     assert {way for way in ways if way in changes} == tried
+
+
+@pytest.mark.parametrize(("rows", "fewer"), [(8, 4), (9, 3), (5, 1), (2, 1)])
+def test_the_rows_that_are_advised_make_a_whole_number_of_micro_batches(rows, fewer):
+    train_config, cluster = TrainConfig(steps=1, micro_batch_rows=rows), ClusterConfig(memory_gib=2)
+    optim, shape = OptimConfig(tokens_per_step=rows * 2**14), TargetShape(10**6, 10**6, 10**5, 3, 32, 96, 32, 48, False)
+    draft, parallel = shapes_of("llama3_1_8b").draft, ParallelConfig("fsdp2", draft_shard_size=64)
+    cost = estimate_cost(shape, draft, train_config, optim, parallel, cluster, 2**14, 64)
+    (advised,) = (each for each in report.advice(cost, parallel, train_config, cluster) if "micro_batch_rows" in each)
+    assert advised.startswith(f"train.micro_batch_rows={fewer} ")
+    assert accumulation(optim, TrainConfig(steps=1, micro_batch_rows=fewer), 2**14) == rows // fewer
 
 
 LLAMA_8B = TargetShape(8 * 10**9, 7 * 10**9, 2 * 10**8, 32, 4096, 128256, 4096, 14336, False)

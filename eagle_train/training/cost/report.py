@@ -76,7 +76,9 @@ def advice(cost: CostEstimate, parallel: ParallelConfig, train: TrainConfig, clu
     weights, states = cost.memory["target's weights"], cost.memory["draft's weights, gradients and optimiser"]
     passing = sum(cost.memory.values()) - weights - states
     if train.micro_batch_rows > 1 and passing > over / 2:
-        found.append(f"train.micro_batch_rows={max(1, train.micro_batch_rows // 2)} (accumulation makes up for it)")
+        rows = train.micro_batch_rows  # of which a divisor keeps a step a whole number of micro-batches
+        fewer = max(each for each in range(1, rows // 2 + 1) if rows % each == 0)
+        found.append(f"train.micro_batch_rows={fewer} (accumulation makes up for it)")
     if not parallel.activation_checkpointing and cost.memory["draft's activations"] > over / 2:
         found.append("parallel.activation_checkpointing=true (the draft's layers cost a third more)")
     in_fp8 = train.target_quant == "fp8"
