@@ -244,15 +244,20 @@ def test_a_cache_that_was_killed_goes_on_behind_its_last_shard(root, tmp_path, m
     assert all(contents(out)[name] == begun[name] for name in begun if name.startswith("0000-"))
 
 
-def test_an_interrupted_cache_computes_nothing_twice(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "MIB", SMALL_SHARD)
-    assert run_cache(root, tmp_path / "cache") == 0
-    partial = tmp_path / "cache.partial"
-    (tmp_path / "cache").rename(partial)
+def interrupted(whole: Path) -> None:
+    """Let a cache be one that was interrupted behind its last shard."""
+    partial = whole.with_name(f"{whole.name}.partial")
+    whole.rename(partial)
     header = json.loads((partial / "cache.json").read_text())
     (partial / "made_of.json").write_text(json.dumps(header["made_of"]))
     for name in ("cache.json", "index.safetensors"):
         (partial / name).unlink()
+
+
+def test_an_interrupted_cache_computes_nothing_twice(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "MIB", SMALL_SHARD)
+    assert run_cache(root, tmp_path / "cache") == 0
+    interrupted(tmp_path / "cache")
     computed = []
     monkeypatch.setattr(build, "target_states", lambda *given: pytest.fail("held-out rows are there"))
     monkeypatch.setattr(assembly, "target_states", lambda *given: pytest.fail("all rows are there"))
@@ -278,6 +283,21 @@ def test_any_number_of_ranks_reads_what_any_wrote(root, caches, online, tmp_path
         start_ranks(2, "cache_job", "train", words(root, "eagle", *two, *given, f"out={tmp_path / name}"))
     assert_equal(tmp_path / "of-two", tmp_path / "online")
     assert_near(tmp_path / "of-one", tmp_path / "online")
+
+
+@pytest.mark.ranks
+def test_a_cache_that_goes_on_is_read_by_its_first_rank_alone(root, tmp_path):
+    """The second one cannot read what is there (cache_job.py), and knows it all the same."""
+    given = words(root, "eagle", "parallel=ddp", "train.micro_batch_rows=1", f"out={tmp_path / 'cache'}")
+    start_ranks(2, "cache_job", "cache", given)
+    whole = contents(tmp_path / "cache")
+    interrupted(tmp_path / "cache")
+    first, second = (tmp_path / f"cache.partial/{rank:04d}-00000.safetensors" for rank in range(2))
+    changed = first.stat().st_mtime_ns
+    second.unlink()  # its documents are computed again, by whom they are met
+    start_ranks(2, "cache_job", "cache", given)
+    assert (tmp_path / "cache" / first.name).stat().st_mtime_ns == changed
+    assert contents(tmp_path / "cache") == whole
 
 
 @pytest.mark.ranks

@@ -5,12 +5,14 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from eagle_train import train
 from eagle_train.cli import compose, with_others_off
+from eagle_train.distributed import World
 from eagle_train.drafts import EagleConfig
 from eagle_train.errors import UserError
 from eagle_train.training import budget
@@ -111,6 +113,39 @@ def test_a_run_of_minutes_follows_its_schedule_by_the_share_that_is_used(ticking
     assert rates == pytest.approx([1e-3] * 5 + [0.75e-3, 0.5e-3, 0.25e-3])
     assert trainer.config.l1_weight_at(trainer.budget.progress_at(8)) == pytest.approx(1 / 8)
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000008"]
+
+
+class SecondRank(World):
+    """Of two ranks; the first says that so many milliseconds are used, three seconds more each time it is asked."""
+
+    first: ClassVar[list[int]] = []
+
+    @property
+    def is_main(self) -> bool:
+        return False
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        if values.dtype == torch.int64:  # supervised slots and the time
+            values += torch.tensor([0, self.first.pop(0)])
+        return values
+
+
+def test_ranks_follow_the_first_ones_clock_and_not_their_own(tmp_path, data, monkeypatch):
+    """This one's says something else each time it is asked, a year or nothing."""
+    times = itertools.cycle([1e3, 4e7])
+    monkeypatch.setattr(budget.time, "monotonic", lambda: next(times))
+    trainer = trainer_for(tmp_path / "run", data, 8, optim={"decay_share": 0.5, "lr": 1e-3})
+    trainer.world, SecondRank.first = SecondRank(), [round(1000 * STEP_S * step) for step in range(8)]
+    trainer.budget.start()
+    trainer.lookahead.start(steps=None)
+    rates, last = [], []
+    for _ in range(8):
+        rates.append(trainer.train_step()["lr"])
+        last.append(trainer.budget.is_last)
+        with trainer.budget.paused():
+            pass
+    assert rates == pytest.approx([1e-3] * 5 + [0.75e-3, 0.5e-3, 0.25e-3])
+    assert last == [False] * 7 + [True]
 
 
 def interrupted(trainer: Trainer, after: int) -> None:
