@@ -23,7 +23,6 @@ TESTED_IN = {
     "diagnosis/test_run.py": "diagnosis/compare diagnosis/conventions diagnosis/fed_variants diagnosis/files "
     "diagnosis/overflow diagnosis/reading diagnosis/replay diagnosis/template diagnosis/texts diagnosis/tracing "
     "diagnosis/own_variants",
-    "distributed/test_ranks.py": "training/deepspeed",
     "inference/cache/test_paged_kv.py": "inference/cache/prefix inference/cache/suffix",
     "inference/lookup/test_datastore.py": "inference/lookup/datastore_format",
     "inference/parallel/test_disaggregated.py": "inference/parallel/lines inference/parallel/prefill_server",

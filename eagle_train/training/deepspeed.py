@@ -3,12 +3,18 @@
 Its JSON is _composed here from our own config. Knows nothing of losses, data or files.
 """
 
+import contextlib
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.cpp_extension import get_default_build_root
 
 from eagle_train.distributed import World
 from eagle_train.drafts import Draft
@@ -16,7 +22,10 @@ from eagle_train.errors import UserError
 from eagle_train.training.backend import ParallelConfig, Tensors
 from eagle_train.training.optimizer import OptimConfig, Optimizer
 
+_LOG = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_EXTENSION = "deepspeed_shm_comm"  # C++ that DeepSpeed builds on a CPU when it is first used there
+_LONGEST_BUILD_S = 600.0
 
 
 def _composed(optim: OptimConfig, parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -41,6 +50,26 @@ def _choose_accelerator(device: str) -> None:
     """Select the CPU where it is wanted. To be called before DeepSpeed is imported, which selects for good."""
     if device == "cpu" or not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def _await_build() -> None:
+    """Wait as long as another process builds DeepSpeed's extension.
+
+    torch does so too, but without end or a word, also for one that was killed and so left its lock. A lock that is
+    older than any build takes is removed.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    is_told = False
+    while lock := next(chain(root.glob(f"{_EXTENSION}/lock"), root.glob(f"*/{_EXTENSION}/lock")), None):
+        with contextlib.suppress(FileNotFoundError):  # who made it, or another rank, removes it as well
+            if time.time() - lock.stat().st_mtime > _LONGEST_BUILD_S:
+                lock.unlink()
+                _LOG.warning("removed %s: who made it was killed before it had built %s", lock, _EXTENSION)
+        if lock.exists() and not is_told:
+            minutes = round(_LONGEST_BUILD_S / 60)
+            _LOG.info("waiting for the process that builds %s, %d minutes at most", lock.parent, minutes)
+            is_told = True
+        time.sleep(0.1)
 
 
 def check_zero(zero: Mapping[str, Any], device: str) -> None:
@@ -88,6 +117,7 @@ class DeepSpeed:
         self._shapes = {name: parameter.shape for name, parameter in draft.named_parameters()}  # not yet sharded
         begins = {} if dtype == torch.float32 else {weight: weight.detach().cpu() for weight in self._names}
         optimizer = Optimizer(draft, optim).parts[0]
+        _await_build()
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=draft, optimizer=optimizer, config=_composed(optim, parallel, dtype), dist_init_required=False
         )
