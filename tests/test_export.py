@@ -721,6 +721,7 @@ def test_the_card_tells_what_the_artifact_knows(home, tmp_path):
         ("vllm", "me/target", "me/draft", '"model": "me/draft"', []),
         ("vllm", "/models/target", "me/draft", "vllm serve /models/target --speculative", []),
         ("sglang", "me/target", "me/draft", "--speculative-draft-model-path me/draft", []),
+        ("vllm", "/my models/target", None, "vllm serve '/my models/target' --speculative", ["/path/to/draft"]),
         ("trtllm", "me/target", "me/draft", "--model_dir /path/to/target", ["/path/to/draft", "/path/to/target"]),
         ("native", "me/target", "me/draft", "eagle-generate target=me/target draft=/path/to/draft", ["/path/to/draft"]),
     ],

@@ -5,6 +5,7 @@ A pure function of the artifact. Knows nothing of the draft's own files.
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,10 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], hub_id: str | Non
 
 
 def _target_of(name: str, reads_hub: bool) -> str:
-    """A target in commands that run in any directory; `name` leads to it from where the draft was trained.
+    """A target in a shell's commands that run in any directory; `name` leads to it from where the draft was trained.
     `reads_hub`: whether they take names of the hub."""
     leads_there = Path(name).is_absolute() or (reads_hub and _is_hub(name))
-    return name if leads_there else _TARGET
+    return shlex.quote(name) if leads_there else _TARGET
 
 
 def _is_hub(name: str) -> bool:
