@@ -153,6 +153,12 @@ def test_tables_tell_what_their_headers_are_of(root):
         assert all(len(row.children) == columns for row in table.all("tr"))
 
 
+def test_files_names_may_go_on_in_another_line(text, root):
+    """Else a column of them makes the table wider than the page; they are told as they are."""
+    assert '<th scope="row">results/<wbr>draft_<wbr>kinds_<wbr>gpu.json</th>' in text
+    assert "results/draft_kinds_gpu.json" in [each.text for each in root.all("th")]
+
+
 def test_what_scrolls_can_be_reached_by_keyboard(root):
     scrolls = [each for each in root.all("div") if "scroll" in each.attributes.get("class", "")]
     assert len(scrolls) == len(root.all("table"))

@@ -21,6 +21,7 @@ def html(page: Page) -> str:
     environment.tests["plot"] = lambda block: isinstance(block, Plot)
     environment.tests["notes"] = lambda block: isinstance(block, Notes)
     environment.filters["svg"] = _svg
+    environment.filters["breakable"] = _breakable
     style = Markup((FOLDER / "page.css").read_text("utf-8"))
     return _with_classes(environment.get_template("page.html.jinja").render(page=page, style=style, numbers=Numbers()))
 
@@ -44,6 +45,12 @@ def _svg(plot: Plot, number: int) -> Markup:
     told = alternatives.format(prefix, plot.title, plot.description)
     start = plot.svg.index(">") + 1
     return Markup(plot.svg[:start].replace("PLOT-", prefix)) + told + Markup(plot.svg[start:].replace("PLOT-", prefix))
+
+
+def _breakable(name: str) -> Markup:
+    """A name that may go on in another line behind a / or _: files' names have no blanks, and a table would be wider
+    than the page."""
+    return Markup("<wbr>").join(re.split("(?<=[/_])", name))
 
 
 def _with_classes(text: str) -> str:
