@@ -24,13 +24,17 @@ class Ngram(TextDrafter):
         length = options.max_draft_len
         check(length < MAX_NODES, f"max_draft_len={length}: must be below {MAX_NODES}", OptionError)
         self.pools = NgramPools(options)
+        self._texts: dict[int, RowText] = {}  # the engine's lists, which grow
         self.needs = Needs(texts=True, by_row=True, checks=False, tree=OpenTree(length + 1, length))
 
     def draft(self, text: RowText, most: int) -> list[int]:
-        self.pools.follow(text.key, text.prompt, text.answer)
+        self._texts[text.key] = text
+        self.pools.follow(*text)
         return self.pools.draft(text.key, most)
 
     def leave(self, key: int) -> None:
+        if (text := self._texts.pop(key, None)) is not None:
+            self.pools.follow(*text)  # what the last round brought, which nothing was drafted after
         self.pools.leave(key)
 
 

@@ -24,14 +24,18 @@ class Suffix(TextDrafter):
         nodes = options.max_nodes
         check(nodes < MAX_NODES, f"max_nodes={nodes}: must be below {MAX_NODES}", OptionError)
         self.lookup = SuffixLookup(options)
+        self._texts: dict[int, RowText] = {}  # the engine's lists, which grow
         self.needs = Needs(texts=True, by_row=True, checks=False, tree=OpenTree(nodes + 1, options.max_depth))
 
     def draft(self, text: RowText, most: int) -> TextTree:
-        self.lookup.follow(text.key, text.prompt, text.answer)
+        self._texts[text.key] = text
+        self.lookup.follow(*text)
         tokens, parents, _ = self.lookup.draft(text.key, most)
         return TextTree(tokens, parents)
 
     def leave(self, key: int) -> None:
+        if (text := self._texts.pop(key, None)) is not None:
+            self.lookup.follow(*text)  # what the last round brought, which nothing was drafted after
         self.lookup.leave(key)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from eagle_train.errors import OptionError, check
 
 _Pattern = tuple[int, ...]
+_MOST = 32  # tokens of a pattern: each token of a text has a pattern of every size, 7 kB for these
 _SPAN = 1 << 32  # a place is the text's number times this, plus an index into the text
 
 
@@ -22,7 +23,7 @@ class NgramOptions:
     """How drafts are looked up. Raises OptionError.
 
     - `max_draft_len`: the most tokens of a draft.
-    - `max_matching_ngram_size`: the most tokens of a pattern. The longest that has a match is used.
+    - `max_matching_ngram_size`: the most tokens of a pattern, up to 32. The longest that has a match is used.
     - `is_public_pool`: one pool for all requests, which keeps the texts of those that have ended, too: drafts then
       depend on other requests, and outputs do not. False: a pool for each request, which leaves with it.
     - `is_keep_all`: keep all matches of a pattern. False: one, the largest and of these the newest: the first is kept
@@ -44,6 +45,9 @@ class NgramOptions:
             value = getattr(self, name)
             right = isinstance(value, int) and not isinstance(value, bool) and value > 0
             check(right, f"{name}={value!r}: must be a whole number above 0", OptionError)
+        size = self.max_matching_ngram_size
+        most = f"must be at most {_MOST}; drafter=suffix looks for longer ends"
+        check(size <= _MOST, f"max_matching_ngram_size={size}: {most}", OptionError)
         for name in ("is_public_pool", "is_keep_all", "is_use_oldest"):
             value = getattr(self, name)
             check(isinstance(value, bool), f"{name}={value!r}: must be true or false", OptionError)

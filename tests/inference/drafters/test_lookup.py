@@ -117,6 +117,19 @@ def test_what_others_were_told_is_accepted(kind):
     assert requests_in(drafts) == 0
 
 
+@pytest.mark.parametrize("kind", PUBLIC)
+def test_a_shared_pool_has_the_whole_of_an_answer(kind):
+    """Its last round too, after which nothing is drafted: of three tokens two."""
+    own, prompt, params = drafter(kind), [3, 4, 5], dataclasses.replace(GREEDY, max_tokens=3)
+    engine = Engine(repeating_target(), own)
+    for count in (1, 2):
+        (output,) = engine.generate([prompt], params)
+        kept = own.pools.tokens if isinstance(own, Ngram) else own.lookup._pool.tokens
+        assert kept == count * (len(output.token_ids) + len(prompt) * isinstance(own, Ngram))
+    assert output.rounds == [2]
+    assert not own._texts
+
+
 def test_a_private_pool_leaves_with_its_request():
     drafts = drafter("ngram")
     engine = Engine(repeating_target(), drafts, "chain3", max_batch_size=2)

@@ -171,6 +171,7 @@ def test_the_memory_of_a_public_pool_is_bounded(keep_all):
     [
         ({"max_draft_len": 0}, "max_draft_len=0: must be a whole number above 0"),
         ({"max_matching_ngram_size": True}, "max_matching_ngram_size=True: must be a whole number above 0"),
+        ({"max_matching_ngram_size": 33}, "max_matching_ngram_size=33: must be at most 32; drafter=suffix looks for"),
         ({"pool_tokens": 1.5}, "pool_tokens=1.5: must be a whole number above 0"),
         ({"is_keep_all": 1}, "is_keep_all=1: must be true or false"),
         ({"is_use_oldest": "yes"}, "is_use_oldest='yes': must be true or false"),
