@@ -16,12 +16,14 @@ _MOST_PARTS = 2000  # groups, and parts that are optional or repeated
 _MOST_NESTED = 1500  # product of the bounds of three or more nested repetitions
 _UNBOUNDED = 4  # what an unbounded repetition counts as in it
 _MOST_IN_A_ROW = 32  # optional or repeated parts with nothing fixed between them; a token's time grows with the square
-_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\Z)|.", re.DOTALL)  # an escape, a class of characters, or one
+_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|.", re.DOTALL)  # an escape, a class of characters, or one
 # What has no part in a grammar's structure: literals, classes, comments.
-_EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|\[(?:\\.|[^\]\\])*(?:\]|\Z)|#[^\n]*', re.DOTALL)
-_TIMES = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+_EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\r\n]*', re.DOTALL)
+_TIMES = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")  # white space is read in one way only
 _IN_A_ROW = re.compile(rf"(?:[^*+?{{}}|](?:[*+?]|\{{\d*,\d*\}})){{{_MOST_IN_A_ROW + 1}}}")
-_LOOPED = re.compile(r"\(|[^(](?:[*+]|\{\d+,?\d*\})?")  # a group's beginning; its end or a letter, and what repeats it
+_LOOPED = re.compile(
+    r"\(|[^(](?:[*+]|\{\d+(?:,\d*)?\})?"
+)  # a group's beginning; its end or a letter, and what repeats it
 _NUMBER = re.compile(r"\d+")
 
 

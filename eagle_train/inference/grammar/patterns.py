@@ -15,10 +15,11 @@ Ranges = tuple[tuple[int, int], ...]
 """A set of code points: (first, last) of each interval, ascending, disjoint and not adjacent."""
 
 DEEPEST = 100  # groups within groups
+_MOST_WORK = 1 << 17  # nodes of all alternatives that groups with ^ and $ are divided into
 CONTROLS = {"f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "0": "\0"}
 _UNKEPT = {"b": "a word's edge", "B": "a word's edge", "p": "a Unicode property", "P": "a Unicode property"}
 _UNKEPT |= dict.fromkeys("k123456789", "what a group has matched")
-_TIMES = re.compile(r"\{(\d+)(,?)(\d*)\}|\{,\d*\}")
+_TIMES = re.compile(r"\{(\d+)(?:(,)(\d*))?\}|\{,\d*\}")
 _NAMED = re.compile(r"\?P?<[A-Za-z_]\w*>")
 _HEX = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]{1,6})\}")
 _LOOKS = {"?=": "Lookahead", "?!": "Lookahead", "?<=": "Lookbehind", "?<!": "Lookbehind"}
@@ -79,6 +80,8 @@ class Ref:
 
 
 Node = Chars | Row | Choice | Times | _Anchor | Ref
+_Alternative = tuple[tuple[Node, ...], bool, bool]
+"""Parts of a row, whether ^ ties them to the text's beginning, whether $ ties them to its end."""
 
 
 def _union(*sets: Iterable[tuple[int, int]]) -> Ranges:
@@ -333,16 +336,21 @@ def _has_anchor(node: Node) -> bool:
 def _alternatives(node: Node) -> list[tuple[Row, bool, bool]]:
     """The alternatives without anchors, each with whether ^ ties it to the beginning, and $ to the end, of the text.
 
-    Raises UserError for anchors elsewhere.
+    Raises UserError for anchors elsewhere, and for too many alternatives.
     """
-    found, waiting = [], [(_rowed(node).parts, False, False)]
+    found, seen, work = [], set[_Alternative](), 0
+    waiting: list[_Alternative] = [(_rowed(node).parts, False, False)]
     while waiting:
-        parts, begins, ends = waiting.pop()
-        if parts and isinstance(parts[0], _Anchor) and parts[0].sign == "^":
-            waiting.append((parts[1:], True, ends))
-        elif parts and isinstance(parts[-1], _Anchor) and parts[-1].sign == "$":
-            waiting.append((parts[:-1], begins, True))
-        elif parts and isinstance(parts[0], Row | Choice) and _has_anchor(parts[0]):
+        alternative = _bare(*waiting.pop())
+        if alternative in seen:
+            continue
+        seen.add(alternative)
+        parts, begins, ends = alternative
+        work += 1 + sum(map(_size, parts))
+        check(
+            work <= _MOST_WORK, "groups with ^ and $ have too many alternatives; write ^ and $ once, outside of groups"
+        )
+        if parts and isinstance(parts[0], Row | Choice) and _has_anchor(parts[0]):
             waiting += [((*_rowed(option).parts, *parts[1:]), begins, ends) for option in _options_of(parts[0])]
         elif parts and isinstance(parts[-1], Row | Choice) and _has_anchor(parts[-1]):
             waiting += [((*parts[:-1], *_rowed(option).parts), begins, ends) for option in _options_of(parts[-1])]
@@ -351,6 +359,24 @@ def _alternatives(node: Node) -> list[tuple[Row, bool, bool]]:
             check(not inside, "^ and $ may stand at the ends only: elsewhere they cannot be guaranteed")
             found.append((Row(parts), begins, ends))
     return found
+
+
+def _bare(parts: tuple[Node, ...], begins: bool, ends: bool) -> _Alternative:
+    """An alternative without the ^ that it begins with and the $ that it ends with."""
+    first, last = 0, len(parts)
+    while first < last and parts[first] == _Anchor("^"):
+        first += 1
+    while first < last and parts[last - 1] == _Anchor("$"):
+        last -= 1
+    return parts[first:last], begins or first > 0, ends or last < len(parts)
+
+
+def _size(node: Node) -> int:
+    """The number of a tree's nodes."""
+    if isinstance(node, Times):
+        return 1 + _size(node.node)
+    inner = node.parts if isinstance(node, Row) else node.options if isinstance(node, Choice) else ()
+    return 1 + sum(map(_size, inner))
 
 
 def _options_of(node: Row | Choice) -> tuple[Node, ...]:

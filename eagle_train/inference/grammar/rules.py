@@ -30,9 +30,9 @@ Grammar = dict[str, Node]
 _Names = AbstractSet[str]
 
 _NAME = re.compile(r"[A-Za-z_.-][A-Za-z0-9_.-]*")
-_SPACE = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+_SPACE = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*(?=[\r\n]|\Z))*")  # a comment is read in one way only: to its line's end
 _DEFINED = re.compile(rf"({_NAME.pattern}){_SPACE.pattern}::=")
-_TIMES = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
+_TIMES = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(?:(\d+)\s*)?)?\}")
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _MACROS = ("TagDispatch", "Token", "ExcludeToken", "TokenTagDispatch")  # of xgrammar: they match tokens, not texts
 _LONG = re.compile(r"U([0-9A-Fa-f]{8})")

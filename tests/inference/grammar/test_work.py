@@ -1,0 +1,60 @@
+"""A short request does not block the engine: it is compiled, or refused in one line, in a moment.
+
+Without the bounds that are tested here each of these texts takes minutes or more.
+"""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from eagle_train.errors import UserError
+from eagle_train.inference.grammar.guided import ebnf_of
+from tests.support.byte_grammars import accepts, compiled
+
+BANNER = "#" * 200
+
+
+@pytest.fixture(autouse=True)
+def moment() -> Iterator[None]:
+    begun = time.process_time()
+    yield
+    assert time.process_time() - begun < 5
+
+
+def is_refused(grammar: dict, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        ebnf_of(grammar)
+    assert said in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_banners_in_comments(end):
+    """Behind a name, between rules, at the text's end: the grammar is that without them."""
+    plain = f'root ::= x{end}x ::= "a"'
+    for text in (f'root ::= x {BANNER}{end}x ::= "a"', f'root ::= x{end}{BANNER}{end}x ::= "a"', f"{plain} {BANNER}"):
+        assert ebnf_of({"ebnf": text}) == ebnf_of({"ebnf": plain})
+    is_refused({"ebnf": f'root ::= x {BANNER}{end}y "a"'}, "rule x is not defined")
+
+
+@pytest.mark.parametrize("filling", [" ", "1"])
+def test_braces_that_are_not_closed(filling):
+    long = "{" + filling * 30_000
+    is_refused({"ebnf": f'root ::= "a"{long}'}, "{ must begin a number of times")
+    assert accepts({"regex": f"a{long}"}, f"a{long}")
+
+
+def test_classes_and_texts_that_end_in_a_backslash():
+    is_refused({"regex": "[" * 30_000 + "\\"}, "a backslash at the end")
+    is_refused({"ebnf": "root ::= " + "[" * 30_000 + "\\"}, "is no escape that is known")
+
+
+@pytest.mark.parametrize("key", ["pattern", "regex"])
+def test_groups_with_anchors_do_not_multiply(key):
+    def grammar(pattern: str) -> dict:
+        return {key: pattern} if key == "regex" else {"json_schema": {"type": "string", "pattern": pattern}}
+
+    for pattern in ("(|^)" * 100, "(|$)" * 100, "(^|)" * 40 + "(|$)" * 40, "^" * 10_000):
+        assert ebnf_of(grammar(pattern))
+    is_refused(grammar("(^a|" + "|".join(f"^{i}" for i in range(500)) + ")" + "x" * 1000), "too many alternatives")
