@@ -21,9 +21,8 @@ _ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|.", re.DOTALL)  # 
 _EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\r\n]*', re.DOTALL)
 _TIMES = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")  # white space is read in one way only
 _IN_A_ROW = re.compile(rf"(?:[^*+?{{}}|](?:[*+?]|\{{\d*,\d*\}})){{{_MOST_IN_A_ROW + 1}}}")
-_LOOPED = re.compile(
-    r"\(|[^(](?:[*+]|\{\d+(?:,\d*)?\})?"
-)  # a group's beginning; its end or a letter, and what repeats it
+# A group's beginning; its end or a letter, and what repeats it.
+_LOOPED = re.compile(r"\(|[^(](?:[*+]|\{\d+(?:,\d*)?\})?")
 _NUMBER = re.compile(r"\d+")
 
 

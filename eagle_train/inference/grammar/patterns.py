@@ -258,7 +258,8 @@ class Parser:
             check(self.at < len(self.text), "Unclosed class of characters: a ] is missing")
             first = self.member(negated)
             is_range = self.next_is("-") and not self.next_is("-]") and self.at + 1 < len(self.text)
-            if is_range and _is_one(first):
+            if is_range:
+                check(_is_one(first), r"a - behind \d, \w or \s means different things; write it last, or \- for it")
                 self.at += 1
                 last = self.member(negated)
                 check(_is_one(last) and first[0][0] <= last[0][0], "a range of characters ends before it begins")
@@ -347,9 +348,7 @@ def _alternatives(node: Node) -> list[tuple[Row, bool, bool]]:
         seen.add(alternative)
         parts, begins, ends = alternative
         work += 1 + sum(map(_size, parts))
-        check(
-            work <= _MOST_WORK, "groups with ^ and $ have too many alternatives; write ^ and $ once, outside of groups"
-        )
+        check(work <= _MOST_WORK, "groups with ^ and $ have too many alternatives; write ^ and $ outside of groups")
         if parts and isinstance(parts[0], Row | Choice) and _has_anchor(parts[0]):
             waiting += [((*_rowed(option).parts, *parts[1:]), begins, ends) for option in _options_of(parts[0])]
         elif parts and isinstance(parts[-1], Row | Choice) and _has_anchor(parts[-1]):

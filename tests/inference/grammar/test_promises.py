@@ -387,6 +387,8 @@ def test_what_is_not_valid_is_not_allowed(schema, text):
         ({**STRING, "pattern": r"(a)\1"}, r"\\1, what a group has matched, cannot be guaranteed"),
         ({**STRING, "pattern": r"\bword\b"}, r"\\b, a word's edge, cannot be guaranteed"),
         ({**STRING, "pattern": r"^\p{L}+$"}, r"\\p, a Unicode property, cannot be guaranteed"),
+        ({**STRING, "pattern": r"[\d-a]"}, r"a - behind \\d, \\w or \\s means different things"),
+        ({**STRING, "pattern": r"[^\S-\w]"}, r"a - behind \\d, \\w or \\s means different things"),
         ({**STRING, "pattern": "(?i)abc"}, r"a group that begins with \(\?i is not known"),
         ({**STRING, "pattern": "^ab$", "minLength": 3}, r"#: minLength, pattern leave no text that has the length"),
         ({**STRING, "format": "email", "maxLength": 9}, r"#: format, maxLength cannot be guaranteed together"),
@@ -430,6 +432,14 @@ def test_a_regex_is_matched_from_beginning_to_end(pattern):
     found = re.compile(of_python(pattern))
     for text in answers({"regex": pattern}, 30):
         assert found.fullmatch(text), text
+
+
+def test_a_hyphen_behind_a_class_escape():
+    """It is itself at the end and behind a backslash; elsewhere dialects read it differently, and it is refused."""
+    for pattern in (r"[\d-]", r"[\d\-a]", r"[-\da]"):
+        assert accepts({"regex": pattern}, "-")
+        assert accepts({"regex": pattern}, "7")
+    assert not accepts({"regex": r"[\d-]"}, "a")
 
 
 @pytest.mark.parametrize(

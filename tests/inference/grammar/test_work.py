@@ -10,7 +10,7 @@ import pytest
 
 from eagle_train.errors import UserError
 from eagle_train.inference.grammar.guided import ebnf_of
-from tests.support.byte_grammars import accepts, compiled
+from tests.support.byte_grammars import accepts
 
 BANNER = "#" * 200
 
