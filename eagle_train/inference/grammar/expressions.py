@@ -8,7 +8,7 @@ import re
 from eagle_train.errors import check
 from eagle_train.inference.grammar.ebnf import write_rules
 from eagle_train.inference.grammar.patterns import Node, whole
-from eagle_train.inference.grammar.rules import freed, is_possible, pruned, read_grammar
+from eagle_train.inference.grammar.rules import Grammar, freed, is_possible, longest_run, pruned, read_grammar
 
 _MOST_CHARACTERS = 1 << 15  # of one text; the time to compile grows with its square
 MOST_TIMES = (1 << 31) - 1  # of a repetition; xgrammar truncates larger numbers to 32 bits
@@ -20,7 +20,6 @@ _ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|.", re.DOTALL)  # 
 # What has no part in a grammar's structure: literals, classes, comments.
 _EBNF_TEXT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\r\n]*', re.DOTALL)
 _TIMES = re.compile(r"\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}")  # white space is read in one way only
-_IN_A_ROW = re.compile(rf"(?:[^*+?{{}}|](?:[*+?]|\{{\d*,\d*\}})){{{_MOST_IN_A_ROW + 1}}}")
 # A group's beginning; its end or a letter, and what repeats it.
 _LOOPED = re.compile(r"\(|[^(](?:[*+]|\{\d+(?:,\d*)?\})?")
 _NUMBER = re.compile(r"\d+")
@@ -40,7 +39,9 @@ def check_pattern(regex: str) -> Node:
     """The tree of a regular expression. Raises UserError for one that cannot be guaranteed, or takes too long."""
     check_length(regex)
     _check_structure("".join(atom if len(atom) == 1 else "x" for atom in _ATOM.findall(regex)))
-    return whole(regex)
+    tree = whole(regex)
+    _check_runs({"root": tree})
+    return tree
 
 
 def kept_ebnf(grammar: str) -> str:
@@ -50,7 +51,9 @@ def kept_ebnf(grammar: str) -> str:
     """
     check_length(grammar)
     _check_structure(_EBNF_TEXT.sub("x", grammar))
-    return write_rules(freed(read_grammar(grammar)))
+    rules = freed(read_grammar(grammar, check_pattern))
+    _check_runs(rules)
+    return write_rules(rules)
 
 
 def check_length(text: str) -> None:
@@ -66,7 +69,11 @@ def _check_structure(text: str) -> None:
     check(parts <= _MOST_PARTS, f"{parts} groups and optional or repeated parts; at most {_MOST_PARTS} are possible")
     bare = re.sub(r"\s|\?:", "", text)
     check(_nested_times(bare) <= _MOST_NESTED, "repetitions of repetitions of repetitions would take too long")
-    loose = _IN_A_ROW.search(re.sub(r"[()]", "", bare))
+
+
+def _check_runs(grammar: Grammar) -> None:
+    """Raise UserError for a grammar with too many optional or repeated parts in a row."""
+    loose = longest_run(grammar) > _MOST_IN_A_ROW
     check(not loose, f"more than {_MOST_IN_A_ROW} optional or repeated parts in a row would take too long")
 
 

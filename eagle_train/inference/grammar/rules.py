@@ -7,6 +7,8 @@ is refused with its line. Knows nothing of JSON or tokens.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from functools import reduce
+from typing import NamedTuple
 
 from eagle_train.errors import UserError, check
 from eagle_train.inference.grammar.patterns import (
@@ -40,9 +42,12 @@ _ENDLESS = re.compile("x[0-9A-Fa-f]{3}")  # xgrammar takes all the digits, other
 _ESCAPES = CONTROLS | {"a": "\a", "b": "\b", "e": "\x1b"}
 
 
-def read_grammar(text: str) -> Grammar:
-    """The rules of a user's grammar. Raises UserError, naming the line, for an invalid or ambiguous one."""
-    reader = Reader(text)
+def read_grammar(text: str, read_pattern: Callable[[str], Node] = whole) -> Grammar:
+    """The rules of a user's grammar. Raises UserError, naming the line, for an invalid or ambiguous one.
+
+    `read_pattern` gives the tree of what `Regex` holds, or raises UserError.
+    """
+    reader = Reader(text, read_pattern=read_pattern)
     try:
         found = reader.grammar()
         culprit = impossible_rules(found)[-1:]
@@ -56,8 +61,9 @@ def read_grammar(text: str) -> Grammar:
 class Reader(Parser):
     """Parses rules. Groups, classes and repetitions are parsed as in regular expressions."""
 
-    def __init__(self, text: str, deepest: int = DEEPEST):
+    def __init__(self, text: str, deepest: int = DEEPEST, read_pattern: Callable[[str], Node] = whole):
         super().__init__(text, deepest)
+        self.read_pattern = read_pattern
         self.used = dict[str, int]()  # rules that are referred to, and where first
         self.defined = dict[str, int]()
 
@@ -168,7 +174,7 @@ class Reader(Parser):
         text = self.string()
         self.space()
         check(self.take(")"), 'Regex must have one text: Regex("...")')
-        return whole(text)
+        return self.read_pattern(text)
 
     def string(self) -> str:
         """A literal, from its opening quote to the closing one."""
@@ -312,3 +318,92 @@ def freed(grammar: Mapping[str, Node]) -> Grammar:
             found[name] = _terse(left[name], saying)
             waiting += reversed(list(_refs(found[name])))
     return found
+
+
+class _Run(NamedTuple):
+    """Optional or repeated parts of a tree with nothing fixed between them: how many there are at its beginning, at its
+    end, at most, and from end to end; None: something fixed is between."""
+
+    first: int
+    last: int
+    most: int
+    through: int | None
+
+
+_FIXED, _NOTHING = _Run(0, 0, 0, None), _Run(0, 0, 0, 0)
+
+
+def longest_run(grammar: Mapping[str, Node]) -> int:
+    """The most optional or repeated parts that follow each other with nothing fixed between them.
+
+    Rules count as what they stand for; one that uses itself, as one part there.
+    """
+    empty = _rules_that(_may_be_empty, grammar)
+    runs = dict[str, _Run]()
+    for name in _used_first(grammar):
+        runs[name] = _run(grammar[name], runs, empty)
+    return max(run.most for run in runs.values())
+
+
+def _used_first(grammar: Mapping[str, Node]) -> Iterator[str]:
+    """The rules reachable from the root, each behind those that it uses, but for rules that use each other."""
+    seen, open_rules = {"root"}, [("root", _refs(grammar["root"]))]
+    while open_rules:
+        name, left = open_rules[-1]
+        used = next((each for each in left if each not in seen), None)
+        if used is None:
+            open_rules.pop()
+            yield name
+        else:
+            seen.add(used)
+            open_rules.append((used, _refs(grammar[used])))
+
+
+def _may_be_empty(node: Node, rules: _Names) -> bool:
+    """Whether the empty text matches a tree, given that it matches each of `rules`."""
+    if isinstance(node, Ref):
+        return node.name in rules
+    if isinstance(node, Times) and node.least == 0:
+        return True
+    is_any = any if isinstance(node, Choice) else all
+    return not isinstance(node, Chars) and is_any(_may_be_empty(part, rules) for part in _parts(node))
+
+
+def _run(node: Node, runs: Mapping[str, _Run], empty: _Names) -> _Run:
+    """Of a tree, given those of rules. `empty`: the rules that the empty text matches."""
+    if isinstance(node, Ref):
+        return runs.get(node.name, _loose([_FIXED]) if node.name in empty else _FIXED)
+    inner = [_run(part, runs, empty) for part in _parts(node)]
+    if isinstance(node, Row):
+        return reduce(_behind, inner, _NOTHING)
+    if isinstance(node, Choice):
+        passed = any(run.through is not None for run in inner)
+        return inner[0] if len(inner) == 1 else _loose(inner) if passed else _widest(inner)
+    if not isinstance(node, Times):
+        return _FIXED
+    if node.most == 0:
+        return _NOTHING
+    if node.most != 1 and inner[0].through is None:  # one round follows another
+        inner.append(_behind(inner[0], inner[0]))
+    return _widest(inner) if node.least == node.most and inner[0].through is None else _loose(inner)
+
+
+def _behind(one: _Run, then: _Run) -> _Run:
+    """Of one tree and another behind it."""
+    first = one.first if one.through is None else max(one.first, one.through + then.first)
+    last = then.last if then.through is None else max(then.last, then.through + one.last)
+    passed = one.through is not None and then.through is not None
+    through = (one.through or 0) + (then.through or 0) if passed else None
+    return _Run(first, last, max(one.most, then.most, one.last + then.first), through)
+
+
+def _widest(runs: list[_Run]) -> _Run:
+    """Of a choice between trees none of which can be passed without something fixed."""
+    return _Run(max(run.first for run in runs), max(run.last for run in runs), max(run.most for run in runs), None)
+
+
+def _loose(runs: list[_Run]) -> _Run:
+    """Of one optional or repeated part, which holds these."""
+    through = max(1, *(run.through or 0 for run in runs))
+    wide = _widest(runs)
+    return _Run(max(wide.first, through), max(wide.last, through), max(wide.most, through), through)

@@ -58,3 +58,58 @@ def test_groups_with_anchors_do_not_multiply(key):
     for pattern in ("(|^)" * 100, "(|$)" * 100, "(^|)" * 40 + "(|$)" * 40, "^" * 10_000):
         assert ebnf_of(grammar(pattern))
     is_refused(grammar("(^a|" + "|".join(f"^{i}" for i in range(500)) + ")" + "x" * 1000), "too many alternatives")
+
+
+def rules(*bodies: str) -> dict:
+    """Rules root, a, b, ... with these bodies."""
+    return {"ebnf": "\n".join(f"{name} ::= {body}" for name, body in zip(["root", *"abcdef"], bodies, strict=False))}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"regex": "a??" * 33},
+        {"regex": "(ab)?" * 33},
+        {"regex": "(a|)" * 33},
+        {"regex": "((a?)(b*)){1}" * 17},
+        {"regex": "(xa{0,2})?" * 33},
+        {"regex": "x" + "(a?b*)" * 17 + "x|y"},
+        {"regex": "(" + "a?" * 17 + "x" + "b?" * 17 + ")*"},
+        {"json_schema": {"type": "string", "pattern": "^" + "a*?" * 33 + "$"}},
+        rules('Regex("' + "a?" * 33 + '")'),
+        rules('Regex("' + "(ab)??" * 33 + '")'),
+        rules("a " * 33, '"x"?'),
+        rules("a " * 33, "b | b b", '"x" | ""'),
+        rules("a " * 7, "b " * 5, '"x"?'),
+        rules("a " * 33, '"x" a | ""'),
+        rules('("x" "y")? ' * 33),
+    ],
+    ids=str,
+)
+def test_too_many_loose_parts_in_a_row(grammar):
+    """However they are written: a token's time grows with the square of their number."""
+    is_refused(grammar, "more than 32 optional or repeated parts in a row")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"regex": "a??" * 32},
+        {"regex": "a?b" * 100},
+        {"regex": "(a?b)+x" * 40},
+        {"regex": "(a|b)" * 100},
+        {"regex": "(a?){1,70}"},
+        {"regex": "[a-z]+( [a-z]+){40}"},
+        rules("a " * 32, '"x"?'),
+        rules("a " * 40, '"x"? "y"'),
+        rules('"x" ( a b )* a a', '"x"? root "y" | ""', 'b b | "" | "x"'),
+    ],
+    ids=str,
+)
+def test_loose_parts_that_may_stand_in_a_row(grammar):
+    assert ebnf_of(grammar)
+
+
+def test_what_regex_holds_is_bounded_as_a_regex():
+    is_refused(rules('Regex("(((a{0,50}){0,50}){0,50})")'), "line 1: repetitions of repetitions of repetitions")
+    is_refused(rules('"x"', 'Regex("' + "a?b" * 2001 + '")'), "line 2: 2001 groups and optional or repeated parts")
