@@ -107,7 +107,7 @@ class _Members:
 
     named: list[tuple[str, str, bool]]  # name, rule of the value, whether it is required
     other: str | None  # the rule of other members' values; None: there are no others
-    key: str  # the rule of other members' names
+    key: str  # the rule of other members' names, where there are others
     least: int  # members
     most: int | None  # members; None: unlimited
 
@@ -246,7 +246,7 @@ class _Writer:
             else "value"
             if other is True
             else self.rule_of(other, (*path, "additionalProperties")),
-            self.other_name(list(properties)),
+            "" if other is False else self.other_name(list(properties)),
             schema.get("minProperties", 0),
             schema.get("maxProperties"),
         )
@@ -300,17 +300,29 @@ class _Writer:
         if not names:
             return "string"
         plain = written(ANY, self.rules, json=True)
-        nodes: dict[str, set[str]] = {"": set()}
-        for name in names:
-            for i, character in enumerate(name):
-                nodes.setdefault(name[:i], set()).add(character)
-                nodes.setdefault(name[: i + 1], set())
-        rules = dict[str, str]()
-        for node in sorted(nodes, key=len, reverse=True):
-            after = [f"{literal(in_json(c))} {rules[node + c]}" for c in sorted(nodes[node])]
-            rest = written(Chars(without(EVERY, points("".join(nodes[node])))), self.rules, json=True)
-            rules[node] = self.rules.named(" | ".join([*_end_of(node, names), *after, rf'{rest} {plain} "\""']))
-        return self.rules.named(rf'"\"" {rules[""]}')
+        children, ends = _tree_of(names)
+        rules = [""] * len(children)
+        for node in reversed(range(len(children))):
+            after = [f"{literal(in_json(c))} {rules[child]}" for c, child in sorted(children[node].items())]
+            others = written(Chars(without(EVERY, points("".join(children[node])))), self.rules, json=True)
+            rest = self.rules.named(rf'{others} {plain} "\""')
+            end = [] if node in ends else [r'"\""']
+            rules[node] = self.rules.named(" | ".join([*end, *after, rest]))
+        return self.rules.named(rf'"\"" {rules[0]}')
+
+
+def _tree_of(names: Iterable[str]) -> tuple[list[dict[str, int]], set[int]]:
+    """A tree of names: the nodes that follow each node, by character, all behind it, and the nodes where names end."""
+    children, ends = [dict[str, int]()], set[int]()
+    for name in names:
+        node = 0
+        for character in name:
+            if character not in children[node]:
+                children[node][character] = len(children)
+                children.append({})
+            node = children[node][character]
+        ends.add(node)
+    return children, ends
 
 
 def _types_of(schema: Mapping[str, Any]) -> list[str]:
@@ -324,10 +336,6 @@ def _is_of(value: Any, name: str) -> bool:
         return name == ("null" if value is None else "boolean")
     whole_float = name == "integer" and isinstance(value, float) and value.is_integer()
     return whole_float or (name not in ("null", "boolean") and isinstance(value, PYTHON[name]))
-
-
-def _end_of(node: str, names: list[str]) -> list[str]:
-    return [] if node in names else [r'"\""']
 
 
 def _digits(after: Iterable[int | None], name: str) -> list[str]:

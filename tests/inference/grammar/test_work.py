@@ -113,3 +113,26 @@ def test_loose_parts_that_may_stand_in_a_row(grammar):
 def test_what_regex_holds_is_bounded_as_a_regex():
     is_refused(rules('Regex("(((a{0,50}){0,50}){0,50})")'), "line 1: repetitions of repetitions of repetitions")
     is_refused(rules('"x"', 'Regex("' + "a?b" * 2001 + '")'), "line 2: 2001 groups and optional or repeated parts")
+
+
+def with_names(names: list[str], others: object = True) -> dict:
+    return {"type": "object", "properties": dict.fromkeys(names, True), "additionalProperties": others}
+
+
+def test_names_that_others_must_differ_from_are_bounded():
+    hundred = [f"{i:02}" + "x" * 18 for i in range(100)]
+    assert accepts({"json_schema": with_names(hundred)}, f'{{"{hundred[5]}":1,"{hundred[5]}x":2}}')
+    assert ebnf_of({"json_schema": {"anyOf": [with_names(hundred, others) for others in (True, {"type": "null"})]}})
+    assert ebnf_of({"json_schema": with_names(["a" * 3900 + str(i) for i in range(50)])})
+    assert ebnf_of({"json_schema": with_names(["a" * 20_000], False)})
+    said = "#: 20000 characters of names beside additionalProperties; at most 4000 are possible"
+    is_refused({"json_schema": with_names(["a" * 20_000])}, said)
+    two = {"anyOf": [with_names(["a" * 3000]), with_names(["b" * 3000])]}
+    is_refused({"json_schema": two}, "#/anyOf/1: 6000 characters of names")
+
+
+def test_names_take_rules_only_where_there_are_others():
+    """And as much text as the names, not a multiple of it."""
+    name = "a" * 2000
+    assert len(ebnf_of({"json_schema": with_names([name], False)})) < 5 * len(name)
+    assert len(ebnf_of({"json_schema": with_names([name])})) < 50 * len(name)
