@@ -167,6 +167,7 @@ def nobody_waits():
         "cache.prefix_cache",
         "drafters.drafter",
         "drafters.drafters",
+        "drafters.proposed",
     ]
     with no_values():
         for name in modules:
