@@ -27,6 +27,8 @@ BESIDE = {
     "prompt_response": ("input", *_CONVERSED),
     "text": (),
 }
+# Why each answer of a row ended, in the rows of eagle-regenerate, and the reason of one that a token limit cut.
+FINISH_REASONS, CUT = "finish_reasons", "length"
 # Names that data sets use for a prompt and its response.
 _PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input", "inputs")
 _RESPONSES = ("response", "completion", "output", "answer", "chosen", "solution", "target")

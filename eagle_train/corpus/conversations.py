@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_train.corpus.channels import folded
-from eagle_train.corpus.columns import FORMATS, VARIABLES, column, tools_column
+from eagle_train.corpus.columns import CUT, FINISH_REASONS, FORMATS, VARIABLES, column, tools_column
 from eagle_train.errors import UserError, check, shown
 
 SUPERVISE = ("assistant", "last", "all")
@@ -60,12 +60,13 @@ Message = dict[str, Any]
 class Conversation:
     """Messages with known roles. `tools`: OpenAI function schemas, or None. `muted`: numbers of the assistant messages
     that are not supervised (OpenAI's weight 0). `variables`: the chat template's own for this row, over
-    `data.template_kwargs`."""
+    `data.template_kwargs`. `cut`: numbers of the assistant messages that ended at a token limit, without a stop."""
 
     messages: list[Message]
     tools: list[dict] | None = None
     muted: frozenset[int] = frozenset()
     variables: Mapping[str, Any] = field(default_factory=dict)
+    cut: frozenset[int] = frozenset()
 
 
 def conversation_of(
@@ -76,7 +77,16 @@ def conversation_of(
     messages = to_messages(row, data_format, columns, roles)
     muted = [number for number, message in enumerate(messages) if _weight_of(message) == 0]
     messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
-    return Conversation(messages, _tools_of(row, columns), frozenset(muted), _variables_of(row, columns))
+    cut = _cut_in(row, messages)
+    return Conversation(messages, _tools_of(row, columns), frozenset(muted), _variables_of(row, columns), cut)
+
+
+def _cut_in(row: Mapping, messages: list[Message]) -> frozenset[int]:
+    """The answers that the row's finish reasons, if there is one for each answer, say were cut."""
+    reasons, answers = row.get(FINISH_REASONS), [number for number, each in enumerate(messages) if is_answer(each)]
+    if not isinstance(reasons, list) or len(reasons) != len(answers):
+        return frozenset()
+    return frozenset(number for number, reason in zip(answers, reasons, strict=True) if reason == CUT)
 
 
 def to_messages(

@@ -163,7 +163,8 @@ class ChatRenderer:
         if not turns:
             return [self.encode.whole(self.template.render(conversation.messages, conversation.tools), [])]
         documents = self._as_one_document(turns) or [self._as_own_document(turn) for turn in turns]
-        speaks = any(conversation.messages[number]["content"] for number in wanted)
+        whole = [number for number in wanted if number not in conversation.cut]  # one that was cut may be a space
+        speaks = any(conversation.messages[number]["content"] for number in whole)
         if speaks and not any(document.produced.any() for document in documents):
             raise UserError(
                 "the chat template masks everything that the assistant says: put {% generation %} around it, or set "
@@ -307,7 +308,7 @@ def call_forms(conversation: Conversation) -> Iterator[Conversation]:
         return
     for as_json, as_none in ((True, False), (False, True), (True, True)):
         messages = [_with_calls(message, as_json, as_none) for message in conversation.messages]
-        yield Conversation(messages, conversation.tools, conversation.muted)
+        yield Conversation(messages, conversation.tools, conversation.muted, cut=conversation.cut)
 
 
 def _with_calls(message: Message, as_json: bool, as_none: bool) -> Message:

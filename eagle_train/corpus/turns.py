@@ -7,12 +7,12 @@ Knows nothing of tokens or files.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from eagle_train.corpus.answer_starts import AnswerStarts, in_common
 from eagle_train.corpus.content_checks import check_read, check_tools, end_of_answer
-from eagle_train.corpus.conversations import Conversation, Message, is_answer
+from eagle_train.corpus.conversations import Conversation, Message, content_of, is_answer
 from eagle_train.corpus.reasoning import behind_tag, cut_tag
 from eagle_train.corpus.round_trip import RoundTrip
 from eagle_train.corpus.template import CALL_PROBE, SENTINELS, ChatTemplate, Refused
@@ -55,7 +55,7 @@ class TurnFinder:
         found: list[Turn] = []
         read, seen = 0, 0  # messages that were found in a prompt; where the last prompt ended
         for number in numbers:
-            asked = Conversation(conversation.messages[: number + 1], conversation.tools)
+            asked = Conversation(conversation.messages[: number + 1], conversation.tools, cut=conversation.cut)
             check_turn = partial(self._read_turn, number=number, read=read)
             turn = check_turn(asked, seen=seen)
             self.round_trip.check(asked, check_turn, number, read)
@@ -110,9 +110,8 @@ class TurnFinder:
             spans = None if spans is None else _shifted(spans, answered, prompt, written)
         self.answer_starts.check_reasoning(written, begun, number)
         written = self.to_its_stop(prompt, written, conversation, number)
-        if spans is None:
-            return Turn(prompt, written)
-        return self.marked(Turn(prompt, written), spans)
+        turn = Turn(prompt, written) if spans is None else self.marked(Turn(prompt, written), spans)
+        return _to_its_cut(turn, conversation.messages[number], number) if number in conversation.cut else turn
 
     def marked(self, turn: Turn, spans: list[Span]) -> Turn:
         """The turn with the parts of the template's marked spans that are in the model's text."""
@@ -187,6 +186,16 @@ class TurnFinder:
 
     def note(self, text: str) -> None:
         self.notes.setdefault(text)
+
+
+def _to_its_cut(turn: Turn, message: Message, number: int) -> Turn:
+    """A turn that was cut: the stop that the template puts behind its text is none of the model's."""
+    end = end_of_answer(behind_tag(message, turn.prompt), turn.written, f"turn {number + 1}")
+    if not message.get("tool_calls"):  # white space at its end is its own
+        content = content_of(message)
+        end += len(in_common(content[len(content.rstrip()) :], turn.written[end:]))
+    end += len(turn.prompt)
+    return replace(turn, spans=tuple((start, min(stop, end)) for start, stop in turn.produced if start < end))
 
 
 def _alternatives(texts: Sequence[str]) -> re.Pattern | None:

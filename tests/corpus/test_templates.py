@@ -362,6 +362,28 @@ def test_weight_0_is_not_learnt(name, muted):
         assert not everything.produced.all()
 
 
+@pytest.mark.parametrize(
+    ("name", "stop"), [("chatml", "<|im_end|>"), ("qwen3", "<|im_end|>"), ("marked", "<|im_end|>"), ("mistral", "</s>")]
+)
+def test_the_stop_behind_an_answer_that_was_cut_is_not_learnt(name, stop):
+    """The template puts it there; the model was not done."""
+    row, renderer = CONVERSATIONS["several"], renderer_of(name)
+    right = documents_of(RIGHT[name]["several"])[1]
+    reasons = [["stop", "length"], ["length", "stop"], ["length"], ["tool_calls", "stop"], "length"]
+    learnt = [
+        supervised_texts(renderer, renderer(to_conversation({**row, "finish_reasons": each}))) for each in reasons
+    ]
+    first, second = (text.removesuffix(stop) for text in right)
+    assert learnt == [[right[0], second], [first, right[1]], right, right, right]
+
+
+@pytest.mark.parametrize("content", ["a\n  ", " "])
+def test_white_space_at_the_end_of_an_answer_that_was_cut_is_learnt(content):
+    renderer = renderer_of("chatml")
+    row = {"messages": [user("q"), said(content)], "finish_reasons": ["length"]}
+    assert supervised_texts(renderer, renderer(to_conversation(row))) == [content]
+
+
 @pytest.mark.parametrize("content", [None, ""])
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x":1}'])
 def test_calls_reach_the_template_as_it_takes_them(content, arguments):
