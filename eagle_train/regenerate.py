@@ -2,8 +2,8 @@
 
 Every assistant message is written anew, after the answers already given; the other messages stay. The bundled engine
 answers, or any OpenAI-compatible server. An answer is kept in fields (content, reasoning_content, tool_calls) that the
-target's chat template renders back to what it wrote; one that cannot be is left out. A tool call ends a conversation:
-its result is unknown.
+target's chat template renders back to what it wrote; one that cannot be is left out. A tool call ends a conversation,
+for its result is unknown, and so does an answer that was cut at max_tokens.
 
     eagle-regenerate target=DIR data=messages data.path=FILE.jsonl out=ANSWERS.jsonl temperature=0.7
     eagle-regenerate server.url=http://HOST:8000/v1 server.model=NAME data=sharegpt data.path=FILE.jsonl

@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,9 +48,12 @@ def answers(made) -> Path:
     return made / "answers.jsonl"
 
 
-def test_each_turn_is_answered_after_the_targets_own_answers(made, answers):
+def test_each_turn_is_answered_after_the_targets_own_answers(made, tmp_path):
     engine = Engine(str(made / "target"))
-    rows = read_jsonl(answers)
+    stop = engine.target.tokenizer.eos_token_id
+    assert run(made, tmp_path / "answers.jsonl", "min_tokens=4", f"logit_bias={{{stop}: 100}}") == 0
+    params = SamplingParams(max_tokens=6, min_tokens=4, logit_bias={stop: 100})
+    rows = read_jsonl(tmp_path / "answers.jsonl")
     asked = read_jsonl(made / "chats.jsonl")
     assert [row["row"] for row in rows] == list(range(1, 41))
     assert any(len(row["messages"]) == 4 for row in rows)
@@ -58,10 +61,19 @@ def test_each_turn_is_answered_after_the_targets_own_answers(made, answers):
         users = [message for message in given["messages"] if message["role"] == "user"]
         assert row["messages"][::2] == users
         for place in range(1, len(row["messages"]), 2):
-            output = engine.generate([row["messages"][:place]], SamplingParams(max_tokens=6))[0]
+            output = engine.generate([row["messages"][:place]], params)[0]
             text = engine.target.tokenizer.decode(output.token_ids, skip_special_tokens=False)
             assert row["messages"][place] == {"role": "assistant", "content": text.removesuffix("</s>")}
-            assert row["finish_reasons"][place // 2] == output.finish_reason
+            assert row["finish_reasons"][place // 2] == output.finish_reason == "stop"
+
+
+def test_an_answer_that_was_cut_ends_the_dialogue(made, answers):
+    """Nobody asks on in the middle of an answer."""
+    asked, rows = read_jsonl(made / "chats.jsonl"), read_jsonl(answers)
+    assert any(len(given["messages"]) == 4 for given in asked)
+    for row, given in zip(rows, asked, strict=True):
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+        assert (row["messages"][0], row["finish_reasons"]) == (given["messages"][0], ["length"])
 
 
 def test_a_drafter_makes_fewer_calls_for_the_same_answers(made, tmp_path, answers, monkeypatch):
@@ -166,8 +178,8 @@ def server(answer: Callable[[dict, int], tuple[int, dict | str]]) -> Iterator[st
         thread.join()
 
 
-def completion(text: str) -> dict:
-    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
+def completion(text: str, reason: str | None = "stop") -> dict:
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}]}
 
 
 def test_a_server_gives_the_engines_answers_though_it_is_busy_now_and_then(made, tmp_path, answers, monkeypatch):
@@ -176,12 +188,13 @@ def test_a_server_gives_the_engines_answers_though_it_is_busy_now_and_then(made,
     known = {}
     for row in read_jsonl(answers):
         for place in range(1, len(row["messages"]), 2):
-            known[json.dumps(row["messages"][:place])] = row["messages"][place]["content"]
+            told = completion(row["messages"][place]["content"], row["finish_reasons"][place // 2])
+            known[json.dumps(row["messages"][:place])] = told
     asked = []
 
     def answer(body: dict, number: int) -> tuple[int, dict | str]:
         asked.append(body)
-        return (503, "busy") if number % 3 == 0 else (200, completion(known[json.dumps(body["messages"])]))
+        return (503, "busy") if number % 3 == 0 else (200, known[json.dumps(body["messages"])])
 
     with server(answer) as url:
         assert run(made, tmp_path / "out.jsonl", f"server.url={url}", "server.model=a", "temperature=0.5") == 0
@@ -438,6 +451,35 @@ def test_what_a_servers_model_wrote_is_learnt_token_for_token(made, tmp_path):
         (document,) = renderer(conversation_of({**row, "tools": tools}, "messages", {}))
         learnt = document.tokens[document.produced].tolist()
         assert learnt == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("reason", ["abort", "content_filter", "error", None, ["stop"]])
+def test_an_answer_of_a_server_that_broke_off_is_left_out(made, tmp_path, capsys, reason):
+    ends = {"last": reason, "first": "function_call"}
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        return 200, completion("x", ends.get(body["messages"][-1]["content"], "stop"))
+
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in ("first", "a", "last")]
+    given = f"data.path={write_jsonl(tmp_path / 'rows.jsonl', rows)}"
+    with server(answer) as url:
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", given) == 0
+    assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl")] == [1, 2]
+    assert f"row 3: its answer broke off (finish_reason: {reason or 'none'})" in capsys.readouterr().err
+
+
+def test_an_answer_of_the_engine_that_broke_off_is_left_out(made, tmp_path, capsys, monkeypatch):
+    """As where the target's hidden states are not finite."""
+    generate = Engine.generate
+
+    def failing(*given):
+        first, *others = generate(*given)
+        return [replace(first, finish_reason="overflow"), *others]
+
+    monkeypatch.setattr(Engine, "generate", failing)
+    assert run(made, tmp_path / "out.jsonl", "limit=3") == 0
+    assert [row["row"] for row in read_jsonl(tmp_path / "out.jsonl")] == [2, 3]
+    assert "row 1: its answer broke off (finish_reason: overflow)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cut", [{"content": None, "reasoning_content": "so and"}, {"content": "<think>\nso and"}])

@@ -5,6 +5,7 @@ from itertools import islice
 
 from eagle_train.artifacts.format import load_draft
 from eagle_train.corpus.answer_parser import AnswerParser
+from eagle_train.corpus.columns import CUT
 from eagle_train.corpus.render import ChatRenderer
 from eagle_train.distributed import ALONE, World
 from eagle_train.errors import UserError, one_line
@@ -71,7 +72,9 @@ def _prompt_of(requests: Requests, renderer: ChatRenderer, dialogue: Dialogue) -
 
 def _add_output(parser: AnswerParser, dialogue: Dialogue, prompt: str, output: Output) -> None:
     """Keep what the engine generated, in the fields that the template renders back to it."""
-    written = parser.written(prompt, output.token_ids, output.finish_reason == "length")
+    if not dialogue.check_end(output.finish_reason):
+        return
+    written = parser.written(prompt, output.token_ids, output.finish_reason == CUT)
     try:
         message, same = parser.message(dialogue.messages, dialogue.tools, written)
     except UserError as error:

@@ -11,6 +11,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ReadTimeoutError
 from urllib3.util import Retry
 
+from eagle_train.corpus.columns import CUT
 from eagle_train.corpus.conversations import REASONING_FIELDS, Message
 from eagle_train.corpus.reasoning import cut_tag
 from eagle_train.errors import UserError, check
@@ -116,11 +117,13 @@ def _add_response(config: RegenerateConfig, dialogue: Dialogue, response: reques
     """Keep the server's answer in its fields. Raises UserError for a response that is no chat completion."""
     try:
         choice = response.json()["choices"][0]
-        message, finish_reason = _message_of(choice["message"], dialogue), str(choice.get("finish_reason"))
+        message, finish_reason = _message_of(choice["message"], dialogue), choice.get("finish_reason")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise UserError(f"server.url={config.server.url}: {response.url} gave no chat completion") from error
+    if not dialogue.check_end(finish_reason):
+        return
     is_empty = not message["content"] and "tool_calls" not in message
-    if finish_reason == "length" and (is_empty or cut_tag(message) is not None):
+    if finish_reason == CUT and (is_empty or cut_tag(message) is not None):
         dialogue.failed = _CUT.format(config.max_tokens)
         return
     dialogue.add_answer(message, finish_reason)

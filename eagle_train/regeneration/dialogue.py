@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle_train.corpus.columns import VARIABLES
+from eagle_train.corpus.columns import CUT, FINISH_REASONS, VARIABLES
 from eagle_train.corpus.conversations import REASONING_FIELDS, Message, conversation_of
 from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, Row, behind_place, parse
 from eagle_train.corpus.source import DataConfig
 from eagle_train.errors import UserError
 from eagle_train.regeneration.row_log import line_of
 
-_TURN_SEEDS = 1 << 20  # far enough apart that no two requests share a seed
+_TURN_SEEDS = 1 << 20  # so far apart that, of the first million rows, no two requests share a seed
+_ENDS = ("stop", CUT, "tool_calls", "function_call")  # finish reasons of answers that are the model's own
 
 
 @dataclass
@@ -41,14 +42,20 @@ class Dialogue:
     def next_turn(self) -> bool:
         """Add the messages of the next turn; False if there is none or it cannot be asked.
 
-        A tool call ends the dialogue: its result is unknown.
+        A tool call ends the dialogue: its result is unknown. So does an answer that was cut: its end is.
         """
         turn = len(self.finish_reasons)
-        is_calling = bool(self.messages and self.messages[-1].get("tool_calls"))
-        if self.failed is not None or turn == len(self.turns) or is_calling:
+        is_calling, is_cut = bool(self.messages and self.messages[-1].get("tool_calls")), CUT in self.finish_reasons
+        if self.failed is not None or turn == len(self.turns) or is_calling or is_cut:
             return False
         self.messages += self.turns[turn]
         return True
+
+    def check_end(self, finish_reason: str | None) -> bool:
+        """Whether an answer that ended for this reason is the model's own; for another, the row is left out."""
+        if finish_reason not in _ENDS:
+            self.failed = f"its answer broke off (finish_reason: {finish_reason or 'none'})"
+        return self.failed is None
 
     def add_answer(self, answer: Message, finish_reason: str) -> None:
         self.messages.append(answer)
@@ -70,7 +77,7 @@ class Dialogue:
         """The output row: `messages`, tools and variables if there are any, and why each answer ended."""
         beside = {"tools": self.tools, VARIABLES: self.variables}
         given = {key: value for key, value in beside.items() if value}
-        return {"row": self.number, "messages": self.messages, **given, "finish_reasons": self.finish_reasons}
+        return {"row": self.number, "messages": self.messages, **given, FINISH_REASONS: self.finish_reasons}
 
 
 def dialogue_of(number: int, placed: PlacedRow, data: DataConfig) -> Dialogue:

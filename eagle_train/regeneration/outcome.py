@@ -2,6 +2,7 @@
 
 import logging
 
+from eagle_train.corpus.columns import CUT
 from eagle_train.errors import UserError
 from eagle_train.regeneration.dialogue import Dialogue
 from eagle_train.regeneration.options import ServerConfig
@@ -32,7 +33,7 @@ class Outcome:
         self._flush()
         self.log.write(line)
         self.written += 1
-        self.cut += "length" in dialogue.finish_reasons
+        self.cut += CUT in dialogue.finish_reasons
         self.retokenised += dialogue.retokenised
 
     def close(self) -> None:
