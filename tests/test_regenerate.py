@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -12,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import requests
+from urllib3 import HTTPResponse
 
 from eagle_train import distributed, regenerate
 from eagle_train.corpus.conversations import conversation_of
@@ -184,7 +187,7 @@ def completion(text: str, reason: str | None = "stop") -> dict:
 
 def test_a_server_gives_the_engines_answers_though_it_is_busy_now_and_then(made, tmp_path, answers, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")
-    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Tries, "sleep", lambda *_: None)
     known = {}
     for row in read_jsonl(answers):
         for place in range(1, len(row["messages"]), 2):
@@ -236,7 +239,7 @@ def test_the_engine_and_a_server_are_asked_with_every_key_of_sampling(made, tmp_
 
 
 def test_a_server_that_refuses_one_row_goes_on_and_one_that_is_gone_ends_the_run(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Tries, "sleep", lambda *_: None)
 
     def answer(body: dict, number: int) -> tuple[int, dict | str]:
         if body["messages"][-1]["content"] == "last":
@@ -277,7 +280,7 @@ def answer_all_but(rows: dict[str, tuple[int, str]], asked: list) -> Callable:
 
 def test_a_row_that_a_server_never_answers_is_given_up_and_told(made, tmp_path, capsys, monkeypatch):
     """It is tried `server.retries` times more, and asked again only if one wants it."""
-    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Tries, "sleep", lambda *_: None)
     path = write_jsonl(
         tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": f"q{i}"}]} for i in range(1, 9)]
     )
@@ -309,7 +312,7 @@ def test_a_row_that_a_server_never_answers_is_given_up_and_told(made, tmp_path, 
 
 
 def test_where_no_row_is_answered_the_run_fails_and_leaves_nothing(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Tries, "sleep", lambda *_: None)
     for status, told in ((500, "no answer in 2 tries: the server says 500: no"), (400, "the server says 400: no")):
         with server(lambda *_, status=status: (status, "no")) as url:
             assert (
@@ -320,7 +323,7 @@ def test_where_no_row_is_answered_the_run_fails_and_leaves_nothing(made, tmp_pat
 
 
 def test_a_server_that_takes_too_long_or_is_not_there_is_told_in_our_words(made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(by_server.Retry, "sleep", lambda *_: None)
+    monkeypatch.setattr(by_server.Tries, "sleep", lambda *_: None)
     waiting = threading.Event()
 
     def slow(body: dict, number: int) -> tuple[int, dict | str]:
@@ -350,6 +353,50 @@ def test_a_wrong_key_or_model_ends_the_run_at_once(made, tmp_path, capsys, statu
         capsys.readouterr().err.splitlines()[-1].startswith(f"error: server.url={url}: {status}: no; the same command")
     )
     assert len(asked) <= 18  # what was sent ahead of the first answer
+
+
+def test_a_run_ends_though_a_server_holds_its_requests(made, tmp_path, capsys):
+    """One that refuses the key for the first row, and answers no other for half a minute."""
+    held = threading.Event()
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        if body["messages"][-1]["content"] != "first":
+            held.wait(30)
+        return 401, "no"
+
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in ("first", "b", "c", "d")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with server(answer) as url:
+        began = time.monotonic()
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", f"data.path={path}") == 2
+        took = time.monotonic() - began
+        held.set()
+    assert took < 10
+    assert f"error: server.url={url}: 401: no" in capsys.readouterr().err
+
+
+def test_a_run_ends_though_a_request_pauses():
+    """Its pause is the server's, at most a minute, which is told."""
+    is_over = threading.Event()
+    tries = by_server.Tries(5, backoff_factor=1)
+    tries.is_over = is_over
+    threading.Timer(0.2, is_over.set).start()
+    began = time.monotonic()
+    with pytest.raises(requests.ConnectionError):
+        tries.new(total=4).sleep(HTTPResponse(status=429, headers={"Retry-After": "3600"}))
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(("asked", "pause"), [("3600", 60), ("7", 7), (None, 0)])
+def test_a_servers_pause_is_a_minute_at_most(caplog, asked, pause):
+    waited = []
+    tries = by_server.Tries(5, backoff_factor=1)
+    tries.is_over = SimpleNamespace(wait=waited.append)
+    with caplog.at_level("INFO"):
+        tries.increment("POST", "/").sleep(HTTPResponse(status=429, headers={"Retry-After": asked} if asked else {}))
+    assert waited == [pause]
+    told = "the server asks to be left alone for 3600 s; it is asked again in 60 s"
+    assert caplog.messages == ([told] if asked == "3600" else [])
 
 
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]

@@ -1,13 +1,18 @@
 """Dialogues answered by an OpenAI-compatible server. Knows nothing of files or of our engine."""
 
+import logging
 import os
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Event, Thread
+from time import monotonic
 from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
+from urllib3 import BaseHTTPResponse
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ReadTimeoutError
 from urllib3.util import Retry
 
@@ -19,6 +24,9 @@ from eagle_train.inference.requests.sampling_keys import changed
 from eagle_train.regeneration.dialogue import Dialogue
 from eagle_train.regeneration.options import BATCHES_AHEAD, RegenerateConfig, ServerConfig
 
+_LOG = logging.getLogger(__name__)
+_MOST_PAUSE_S = 60  # between two tries of a request
+_LEAVING_S = 1.0  # for which a run that ends early waits for its requests in flight
 _BUSY = (408, 409, 425, 429, *range(500, 600))  # statuses worth another try
 _REFUSED = (400, 413, 422)  # the server accepts no such conversation: one that is too long, say
 _CUT = "its answer was cut at max_tokens={} before it had any text"
@@ -26,36 +34,78 @@ _CUT = "its answer was cut at max_tokens={} before it had any text"
 
 def answer_by_server(config: RegenerateConfig, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
     """The dialogues in their order, answered or failed; `batch_size` requests are in flight at a time."""
-    session = _connection(config.server, config.batch_size)
-    pool = ThreadPoolExecutor(config.batch_size)
+    is_over = Event()
+    session = _connection(config.server, config.batch_size, is_over)
 
-    def answered(dialogue: Dialogue) -> Dialogue:
-        while dialogue.next_turn():
+    def answer(dialogue: Dialogue) -> Dialogue:
+        while not is_over.is_set() and dialogue.next_turn():
             _request(session, config, dialogue)
         return dialogue
 
+    asked = SimpleQueue[tuple[Dialogue, Future[Dialogue]] | None]()
+    # No executor: Python waits for its threads before it exits, and so for all requests in flight.
+    workers = [Thread(target=_work, args=(asked, answer), daemon=True) for _ in range(config.batch_size)]
+    for worker in workers:
+        worker.start()
     waiting = deque[Future[Dialogue]]()
     try:
         for dialogue in dialogues:
-            waiting.append(pool.submit(answered, dialogue))
+            waiting.append(Future())
+            asked.put((dialogue, waiting[-1]))
             if len(waiting) == BATCHES_AHEAD * config.batch_size:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        is_over.set()
+        for _ in workers:
+            asked.put(None)
+        end = monotonic() + _LEAVING_S
+        for worker in workers:
+            worker.join(max(0, end - monotonic()))
+        session.close()
 
 
-def _connection(server: ServerConfig, pool_size: int) -> requests.Session:
+def _work(asked: SimpleQueue, answer: Callable[[Dialogue], Dialogue]) -> None:
+    """Answer dialogues of the queue until None comes. What an answer raises is raised by its future."""
+    while (task := asked.get()) is not None:
+        dialogue, future = task
+        try:
+            future.set_result(answer(dialogue))
+        except BaseException as error:
+            future.set_exception(error)
+
+
+class Tries(Retry):
+    """Pauses for as long as the server asks for, but a minute at most, and raises ConnectionError once `is_over`."""
+
+    is_over = Event()  # of the run; never set unless it is given
+
+    def new(self, **changes: Any) -> "Tries":
+        tries = super().new(**changes)
+        tries.is_over = self.is_over
+        return tries
+
+    def sleep(self, response: BaseHTTPResponse | None = None) -> None:
+        asked = None if response is None else self.get_retry_after(response)
+        if asked is not None and asked > _MOST_PAUSE_S:
+            _LOG.info("the server asks to be left alone for %d s; it is asked again in %d s", asked, _MOST_PAUSE_S)
+        pause = min(asked or self.get_backoff_time(), _MOST_PAUSE_S)
+        if self.is_over.wait(pause):
+            raise requests.ConnectionError("the run is over")
+
+
+def _connection(server: ServerConfig, pool_size: int, is_over: Event) -> requests.Session:
     """A session that repeats requests, with growing pauses, where the server was busy or could not be reached."""
-    retry = Retry(
+    retry = Tries(
         server.retries,
         status_forcelist=_BUSY,
         allowed_methods=None,
         backoff_factor=1,
-        backoff_max=60,
+        backoff_max=_MOST_PAUSE_S,
         raise_on_status=False,
     )
+    retry.is_over = is_over
     session = requests.Session()
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=pool_size, max_retries=retry))
