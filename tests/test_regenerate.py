@@ -25,6 +25,9 @@ from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models import loading
 from eagle_train.regeneration import by_server
 from eagle_train.regeneration import run as whole_run
+from eagle_train.regeneration.dialogue import Dialogue
+from eagle_train.regeneration.options import ServerConfig
+from eagle_train.regeneration.outcome import Outcome
 from eagle_train.regeneration.row_log import RowLog
 from tests.support import chat_templates
 from tests.support.command_line import TEMPLATE, call, chats, disk_for, read_jsonl, save_target, write_jsonl
@@ -320,6 +323,40 @@ def test_where_no_row_is_answered_the_run_fails_and_leaves_nothing(made, tmp_pat
             )
         assert f"error: no row was answered, 40 left out; the first: row 1: {told}" in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("answered", [0, 4])
+def test_a_server_that_refuses_every_row_is_not_asked_for_all(made, tmp_path, capsys, answered):
+    """While it answered none, not even in an earlier run."""
+    asked, given = [], ("server.gone_after=9", "batch_size=1")
+
+    def answer(body: dict, number: int) -> tuple[int, dict | str]:
+        asked.append(number)
+        return (200, completion("x")) if number <= answered else (400, "no")
+
+    with server(answer) as url:
+        if answered:
+            assert run(made, tmp_path / "out.jsonl", f"server.url={url}", "limit=2", *given) == 0
+        assert run(made, tmp_path / "out.jsonl", f"server.url={url}", *given) == (0 if answered else 2)
+        told = (
+            f"error: server.url={url}: no row was answered, and 9 were refused (server.gone_after); row 9: the server"
+        )
+    assert (told in capsys.readouterr().err) == (not answered)
+    assert (len(asked) < 30) == (not answered)
+    assert (tmp_path / "out.jsonl").exists() == bool(answered)
+
+
+def test_rows_that_are_left_out_in_succession_are_read_once(tmp_path):
+    """Not all of them again for each."""
+    asked = []
+
+    class Left(Dialogue):
+        given_up = property(lambda self: asked.append(self.number) or False, lambda self, _: None)
+
+    outcome = Outcome(RowLog(tmp_path / "out.jsonl", {}), ServerConfig("http://x", None, 0, 1.0, 20))
+    for number in range(200):
+        outcome.add(Left(number, [], "it has none"))
+    assert len(asked) <= 3 * 200
 
 
 def test_a_server_that_takes_too_long_or_is_not_there_is_told_in_our_words(made, tmp_path, capsys, monkeypatch):

@@ -131,7 +131,7 @@ def _request(session: requests.Session, config: RegenerateConfig, dialogue: Dial
     if response.status_code in _BUSY:
         dialogue.failed, dialogue.given_up = f"no answer in {server.retries + 1} tries: the server says {status}", True
     elif response.status_code in _REFUSED:
-        dialogue.failed = f"the server says {status}"
+        dialogue.failed, dialogue.refused = f"the server says {status}", True
     else:
         check(response.ok, f"server.url={server.url}: {status}; the same command resumes here")
         _add_response(config, dialogue, response)

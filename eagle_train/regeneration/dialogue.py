@@ -23,9 +23,9 @@ class Dialogue:
     """Row `number` of the data, in flight.
 
     `turns`: the messages before each answer. `messages`: those sent so far, and their answers. `failed`: why the row is
-    left out, None while it is not; `given_up`: because a server did not answer. `reasoning`: the server's name for the
-    reasoning field. `retokenised`: how many answers have the text that was written, but other tokens. `variables`: the
-    row's own of the chat template.
+    left out, None while it is not; `given_up`: because a server did not answer, `refused`: because it would not.
+    `reasoning`: the server's name for the reasoning field. `retokenised`: how many answers have the text that was
+    written, but other tokens. `variables`: the row's own of the chat template.
     """
 
     number: int
@@ -35,6 +35,7 @@ class Dialogue:
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     given_up: bool = False
+    refused: bool = False
     reasoning: str = REASONING_FIELDS[0]
     retokenised: int = 0
     variables: Mapping[str, Any] = field(default_factory=dict)

@@ -23,9 +23,11 @@ class Outcome:
         self.written = self.cut = self.retokenised = self.given_up = 0
         self.left_out: list[str] = []
         self.held: list[Dialogue] = []
+        self.gone = self.refused = 0  # of those held
 
     def add(self, dialogue: Dialogue) -> None:
-        """Raises UserError after `server.gone_after` rows in succession without an answer."""
+        """Raises UserError after `server.gone_after` rows in succession that were given up, and after as many that the
+        server refused while none was ever answered."""
         line = None if dialogue.failed else _line(dialogue)
         if line is None:
             self._leave_out(dialogue)
@@ -38,7 +40,7 @@ class Outcome:
 
     def close(self) -> None:
         """Print the counts. Raises UserError if there were rows and none was ever answered."""
-        if self.left_out and not self.written and self.log.is_new:
+        if self.left_out and self._is_unanswered:
             raise UserError(f"no row was answered, {len(self.left_out)} left out; the first: {self.left_out[0]}")
         self._flush()
         extra = {"given up, for the server did not answer": self.given_up}
@@ -53,16 +55,29 @@ class Outcome:
         self.left_out.append(f"row {dialogue.number}: {dialogue.failed}")
         self.held.append(dialogue)
         self.given_up += dialogue.given_up
-        gone = [each for each in self.held if each.given_up]
-        if len(gone) >= self.server.gone_after:
+        self.gone += dialogue.given_up
+        self.refused += dialogue.refused
+        last = f"row {dialogue.number}: {dialogue.failed}"
+        if self.gone >= self.server.gone_after:
             raise UserError(
-                f"server.url={self.server.url}: {len(gone)} rows in succession had no answer (server.gone_after); "
-                f"row {dialogue.number}: {dialogue.failed}; the same command resumes here"
+                f"server.url={self.server.url}: {self.gone} rows in succession had no answer (server.gone_after); "
+                f"{last}; the same command resumes here"
             )
+        if self.refused >= self.server.gone_after and self._is_unanswered:
+            raise UserError(
+                f"server.url={self.server.url}: no row was answered, and {self.refused} were refused "
+                f"(server.gone_after); {last}"
+            )
+
+    @property
+    def _is_unanswered(self) -> bool:
+        """Whether no row was ever answered, by an earlier run neither."""
+        return not self.written and self.log.is_new
 
     def _flush(self) -> None:
         self.log.leave_out((each.number, each.failed or "") for each in self.held)
         self.held.clear()
+        self.gone = self.refused = 0
 
 
 def _line(dialogue: Dialogue) -> str | None:
