@@ -15,7 +15,8 @@ from eagle_train.errors import UserError
 from eagle_train.regeneration.row_log import line_of
 
 _TURN_SEEDS = 1 << 20  # so far apart that, of the first million rows, no two requests share a seed
-_ENDS = ("stop", CUT, "tool_calls", "function_call")  # finish reasons of answers that are the model's own
+# Finish reasons of answers that are the model's own; the last one is older text-generation-inference's for a stop.
+_ENDS = ("stop", CUT, "tool_calls", "function_call", "eos_token")
 
 
 @dataclass
