@@ -539,7 +539,7 @@ def test_what_a_servers_model_wrote_is_learnt_token_for_token(made, tmp_path):
 
 @pytest.mark.parametrize("reason", ["abort", "content_filter", "error", None, ["stop"]])
 def test_an_answer_of_a_server_that_broke_off_is_left_out(made, tmp_path, capsys, reason):
-    ends = {"last": reason, "first": "function_call"}
+    ends = {"last": reason, "first": "function_call", "a": "eos_token"}
 
     def answer(body: dict, number: int) -> tuple[int, dict | str]:
         return 200, completion("x", ends.get(body["messages"][-1]["content"], "stop"))

@@ -36,8 +36,8 @@ def answers(seed: int, calls: float = 1.0, seconds: float = 1.0) -> list[dict]:
     return rows
 
 
-def result(directory: Path, rows: list[dict], **changes) -> Path:
-    """An evals.mt_bench result of these answers; `changes`: of the provenance."""
+def result(directory: Path, rows: list[dict], size: int = 1, **changes) -> Path:
+    """An evals.mt_bench result of these answers, in batches of `size`; `changes`: of the provenance."""
     directory.mkdir()
     found = json.loads((PUBLISHED / "quickstart_avx512.json").read_text())
     sums = torch.tensor([[row[name] for name in COLUMNS] for row in rows], dtype=torch.float64).sum(0)
@@ -45,6 +45,7 @@ def result(directory: Path, rows: list[dict], **changes) -> Path:
     found["ttit_s"] = OF_ANSWERS["TTIT, ms"](sums).item() / 1e3
     found["plain_ttit_s"] = (sums[4] / sums[3]).item()
     found["provenance"] |= changes
+    found["batch_size"] = found["config"]["batch_size"] = size
     write_jsonl(directory / "answers.jsonl", rows)
     (directory / "results.json").write_text(json.dumps(found))
     return directory
@@ -89,6 +90,16 @@ def test_pairs_see_what_intervals_of_their_own_do_not(tmp_path):
     assert verdicts(tmp_path / "out", old, new)["TPC"][0] == "worse"
     write_jsonl(new / "answers.jsonl", [row | {"turn": 2} for row in answers(1, calls=1.03)])
     assert verdicts(tmp_path / "alone", old, new)["TPC"] == ("noise", "intervals overlap")
+
+
+def test_times_of_a_batch_are_not_paired_by_question(tmp_path):
+    """Its questions have their rounds' times in common. TPC is each one's own."""
+    old, new = (result(tmp_path / name, answers(1, 1.0 + 0.1 * n, 1.0 + 0.1 * n), 8) for n, name in enumerate("ab"))
+    found = verdicts(tmp_path / "out", old, new)
+    assert found["TTIT, ms"] == ("cannot tell", "no interval")
+    assert found["speed-up"][1].startswith("intervals ")
+    assert found["TPC"][0] == "worse"
+    assert "paired by question" in found["TPC"][1]
 
 
 def test_other_hardware_and_other_load_are_never_the_code(tmp_path):

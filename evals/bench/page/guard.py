@@ -136,7 +136,8 @@ def _drift(was: Figure, now: Figure) -> float:
 
 
 def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
-    columns = _columns(old, new) if now.name in OF_ANSWERS else None
+    alone = not now.is_time or now.batch_size == 1  # else questions of a batch have their rounds' times in common
+    columns = _columns(old, new) if now.name in OF_ANSWERS and alone else None
     if columns is not None:
         low, high = paired_interval(*columns, OF_ANSWERS[now.name])
         said = f"difference {low:+.3f} to {high:+.3f}, paired by question"
