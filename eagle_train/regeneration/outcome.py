@@ -52,12 +52,12 @@ class Outcome:
             _LOG.info("the first left out: %s; all are in %s", reason, self.log.others)
 
     def _leave_out(self, dialogue: Dialogue) -> None:
-        self.left_out.append(f"row {dialogue.number}: {dialogue.failed}")
+        last = f"row {dialogue.number}: {dialogue.failed}"
+        self.left_out.append(last)
         self.held.append(dialogue)
         self.given_up += dialogue.given_up
         self.gone += dialogue.given_up
         self.refused += dialogue.refused
-        last = f"row {dialogue.number}: {dialogue.failed}"
         if self.gone >= self.server.gone_after:
             raise UserError(
                 f"server.url={self.server.url}: {self.gone} rows in succession had no answer (server.gone_after); "
