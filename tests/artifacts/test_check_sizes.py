@@ -42,7 +42,11 @@ ASKED, CHATS = ["target=TARGET", "questions=HOME/questions.jsonl"], ["data=messa
         (quantisation.main, "draft", ASKED),
         (switches.main, "draft", [*ASKED, "switches=[greedy_drafting]"]),
         (tune_trees.main, "draft", ASKED),
-        (compare.main, "drafters.one.draft", ["target=TARGET", "drafters={one: {drafter: eagle}}"]),
+        (
+            compare.main,
+            "drafters.one.draft",
+            ["target=TARGET", "tasks=[HOME/questions.jsonl]", "drafters={one: {drafter: eagle}}"],
+        ),
         (experiments.main, "draft", ["study=alignment", "study.base=['target=TARGET']", ASKED[1]]),
         (generate.main, "draft", ["target=TARGET", "prompt=hello"]),
         (regenerate.main, "draft", ["target=TARGET", *CHATS]),

@@ -377,6 +377,7 @@ def test_a_timing_that_cannot_be_right_costs_no_other_result(home, in_process, t
     assert len(in_process) == 1
 
 
+@pytest.mark.usefixtures("noisy")
 def test_a_draft_that_was_removed_is_trained_again_where_it_is_needed(home, in_process, tmp_path, capsys):
     """For other answers, and for the speed-up; not where all is there."""
     arguments = ["only=[base]", f"out={tmp_path}"]
