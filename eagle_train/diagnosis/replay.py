@@ -13,8 +13,10 @@ import torch
 from eagle_train.diagnosis.measure import hits
 from eagle_train.diagnosis.texts import Part, Text
 from eagle_train.drafts import Draft, Head
-from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference import Engine, EngineConfig, Output, SamplingParams
+from eagle_train.inference.drafters.drafter import Drafter
 from eagle_train.inference.drafters.trained import drafter_of
+from eagle_train.inference.requests.admission import room_for
 from eagle_train.models.target import Target
 
 _MOST_ROUNDS = {torch.float32: 0.02}
@@ -40,8 +42,19 @@ def answers(
     """The target's own greedy answers, decoded with the draft, whose module stays as it is."""
     levels = min(depth, draft.config.levels or depth)
     drafter = drafter_of(copy.deepcopy(draft), target)
-    engine = Engine(target, drafter, f"chain{levels}", max_batch_size=batch_size, prefill_tokens=None)
+    engine = engine_for(prompts, max_tokens, target, drafter, levels, batch_size)
     return engine.generate(list(prompts), SamplingParams(0.0, max_tokens=max_tokens))
+
+
+def engine_for(
+    prompts: Sequence[list[int]], max_tokens: int, target: Target, drafter: Drafter, depth: int, batch_size: int
+) -> Engine:
+    """An engine for answers of so many tokens to these prompts, with room for a batch of them: on a GPU, others have
+    the rest. Without graphs, which take longer to record than they would save."""
+    rows = min(batch_size, len(prompts))
+    room = room_for(rows, max(map(len, prompts)) + max_tokens, depth)
+    config = EngineConfig(max_batch_size=rows, kv_tokens=room, prefill_tokens=None, graphs=False)
+    return Engine(target, drafter, f"chain{depth}", config)
 
 
 @torch.no_grad()

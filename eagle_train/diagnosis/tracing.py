@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from eagle_train.diagnosis.causes import Finding
+from eagle_train.diagnosis.replay import engine_for
 from eagle_train.diagnosis.texts import Part, Text
 from eagle_train.drafts import Draft
-from eagle_train.inference import Engine, Output, SamplingParams
+from eagle_train.inference import Output, SamplingParams
 from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.models.target import Target
 from eagle_train.ops.rule import Attend, Rule
@@ -147,6 +148,6 @@ def _served(target: Target, draft: Draft, text: Text, depth: int) -> tuple[list[
     """The forwards of our engine while it answers one prompt, with chains of this depth, and the answer."""
     drafter = drafter_of(copy.deepcopy(draft), target)
     with recording(drafter.draft) as calls:
-        engine = Engine(target, drafter, f"chain{depth}", max_batch_size=1, prefill_tokens=None)
+        engine = engine_for([text.prompt], len(text.answer), target, drafter, depth, 1)
         (output,) = engine.generate([text.prompt], SamplingParams(0.0, max_tokens=len(text.answer)))
     return calls, output

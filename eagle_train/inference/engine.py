@@ -11,9 +11,9 @@ prefill processes, on whose arrival the ranks agree (parallel/disaggregated.py).
 
 import math
 import time
-import warnings
 from collections.abc import Sequence as Listing
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.options import EngineConfig
 from eagle_train.inference.parallel.disaggregated import RemotePrefill
 from eagle_train.inference.parts import Acceptance, AnyDraft, AnyTarget, build_parts
-from eagle_train.inference.requests.admission import enqueue, seat
+from eagle_train.inference.requests.admission import drop_drafter, enqueue, seat, stop_drafting
 from eagle_train.inference.requests.prefiller import Prefiller
 from eagle_train.inference.requests.requests import Prompt, params_of
 from eagle_train.inference.requests.sampling_params import SamplingParams
@@ -88,7 +88,8 @@ class Engine:
         self.config, self.target, self.dispatcher = parts.config, parts.target, parts.dispatcher
         self._requests, self._memory, self._scheduler = parts.requests, parts.memory, parts.scheduler
         self._runner, self._batch = parts.runner, Batch(parts.runner)
-        parts.prefiller.on_fault = self._stop_drafting
+        # A method of this engine would be a circle, in which its memory stays until Python looks for circles.
+        parts.prefiller.on_fault = partial(stop_drafting, parts.runner.drafters)
         self._prefiller: Prefiller = parts.prefiller if prefill is None else prefill.attach(parts)
         self._overlap = self.target.device.type == "cuda" if config.overlap is None else config.overlap
         self._adaptive = parts.adaptive
@@ -274,7 +275,8 @@ class Engine:
                 if sequence.finish_reason:  # it finished after the launch
                     continue
                 if gain.at_fault:
-                    self._stop_drafting(sequence, flight.result.reasons.get(row, WRONG_VALUES))
+                    reason = flight.result.reasons.get(row, WRONG_VALUES)
+                    stop_drafting(self._runner.drafters, sequence, reason)
                 if gain.tokens:
                     sequence.advance(gain.tokens, len(gain.tokens) - 1, gain.depth, now, gain.logprobs)
                     self._requests.cut_at_stop_strings(sequence)
@@ -300,19 +302,7 @@ class Engine:
             self._round_took = min(seconds, 1.05 * self._round_took)
         if self._adaptive.observe(flight.plan, told, len(flight.sequences), seconds):
             for sequence in flight.sequences:
-                self._drop_drafter(sequence)
-
-    def _stop_drafting(self, sequence: Sequence, reason: str) -> None:
-        """A request's drafter was wrong: it goes on without drafts, once it is told."""
-        if sequence.drafter is not None:
-            told = f"drafter {sequence.drafter}: {reason}; request {sequence.index} goes on without drafts"
-            warnings.warn(told, stacklevel=2)
-            self._drop_drafter(sequence)
-
-    def _drop_drafter(self, sequence: Sequence) -> None:
-        """A request goes on without drafts. Its blocks to come lack its drafter's keys and values."""
-        self._runner.drafters.leave(sequence.drafter, sequence.key)
-        seat(sequence, None, self._runner.drafters)
+                drop_drafter(self._runner.drafters, sequence)
 
     def _wait_in_flight(self) -> None:
         flight, self._in_flight = self._in_flight, None

@@ -12,11 +12,10 @@ import torch
 
 from eagle_train.errors import check
 from eagle_train.inference import Dispatcher, Drafter, Requests, SamplingParams
-from eagle_train.inference.cache.block_pool import blocks_for
-from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.decode.dispatcher import ReplacedPlans
 from eagle_train.inference.drafters.drafters import Drafters
 from eagle_train.inference.parallel.tensor_parallel import Ranks
+from eagle_train.inference.requests import admission
 from evals.bench.questions import Question
 
 
@@ -49,9 +48,8 @@ def chat_tokens(requests: Requests, question: Question, messages: list[dict], na
 
 
 def room_for(rows: int, longest: int, tree: Any, drafter: Drafter | None = None) -> int:
-    """The `kv_tokens` with which an engine never keeps one of `rows` requests waiting, and leaves a GPU's other memory
-    to other engines. `longest`: the most tokens of a prompt and its answer; `tree`, `drafter`: as of `deepest_of`."""
-    return rows * (blocks_for(longest + deepest_of(tree, drafter) + 1) + 1) * BLOCK
+    """`admission.room_for` an engine with this tree and drafter, which are as of `deepest_of`."""
+    return admission.room_for(rows, longest, deepest_of(tree, drafter))
 
 
 def deepest_of(tree: Any, drafter: Drafter | None = None) -> int:

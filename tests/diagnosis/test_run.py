@@ -11,13 +11,15 @@ from torch import nn
 
 from eagle_train.artifacts.convert import Source
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
-from eagle_train.diagnosis import learning, reading, run
+from eagle_train.diagnosis import learning, reading, replay, run
 from eagle_train.diagnosis.files import file_findings
 from eagle_train.drafts import planned_config
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafters.growing import Nodes
 from eagle_train.models.loading import TargetConfig, load_target
 from tests.support.doctor_models import PLACE
+from tests.support.inside import pool_of
 from tests.support.planted import TARGET, causes, edited, examined, exported, native, rewritten
 
 HALF = 64  # columns of fc for the embedding: the width of hidden states
@@ -342,6 +344,27 @@ def test_a_fault_of_the_engine_is_found(monkeypatch, planted):
     found = examined(PLACE / "eagle")
     assert causes(found)[0] == cause
     assert said in found.findings[0].measured
+
+
+@pytest.mark.parametrize("batch_size", [2, 64])
+def test_engines_have_room_for_their_answers_alone(monkeypatch, batch_size):
+    """And no graphs: on a GPU there is more than one, beside vLLM's."""
+    made = []
+
+    def noted(target, drafter, tree, config):
+        made.append((own(target, drafter, tree, config), config))
+        return made[-1][0]
+
+    own = replay.Engine
+    monkeypatch.setattr(replay, "Engine", noted)
+    shift_pending(monkeypatch)  # so that one answer is traced
+    examined(PLACE / "eagle", batch_size=batch_size)
+    assert len(made) == 2
+    for engine, config in made:
+        assert config.graphs is False
+        assert config.max_batch_size <= batch_size
+        pool = pool_of(engine)
+        assert pool.available == pool.total == config.kv_tokens // BLOCK
 
 
 # --- in what it has learnt

@@ -36,6 +36,11 @@ class Store(Protocol):
         """Use the tensors that `grown` returned from now on."""
 
 
+def by_block_of(stores: Sequence[Store]) -> list[torch.Tensor]:
+    """Views [n, blocks, ...] of all tensors of some stores."""
+    return [tensor for store in stores for tensor in store.by_block]
+
+
 class BlockMemory:
     """All stores of an engine. They are resized together."""
 
@@ -56,7 +61,7 @@ class BlockMemory:
     @property
     def by_block(self) -> list[torch.Tensor]:
         """Views [n, blocks, ...] of all stores' tensors."""
-        return [tensor for store in self.stores for tensor in store.by_block]
+        return by_block_of(self.stores)
 
     def reserve_least(self) -> None:
         """See to it that the reserved blocks are there."""

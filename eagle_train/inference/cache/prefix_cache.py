@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import torch
 
-from eagle_train.inference.cache.block_memory import BlockMemory
+from eagle_train.inference.cache.block_memory import BlockMemory, by_block_of
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.requests.sequence import Sequence
 from eagle_train.ops.transfer import empty_pinned, to_device
@@ -34,7 +34,8 @@ class HostKV:
 
     def __init__(self, memory: BlockMemory, blocks: int):
         """`blocks`: the capacity."""
-        self._memory, self._blocks = memory, blocks
+        # Not the memory, whose pool calls this: a circle is freed late.
+        self._stores, self._blocks = memory.stores, blocks
         self.place: dict[bytes, int] = {}  # entry of the tensors by hash, the least recently used first
         self._free = list(range(blocks))  # entries
         self._kept = [
@@ -48,7 +49,7 @@ class HostKV:
         while len(self._free) < len(new):
             self._free.append(self.place.pop(next(iter(self.place))))
         entries = self._free[: len(new)]
-        for kept, source in zip(self._kept, self._memory.by_block, strict=True):
+        for kept, source in zip(self._kept, by_block_of(self._stores), strict=True):
             index = to_device([block for block, _ in new], source.device, torch.long)
             moved = source.index_select(1, index).transpose(0, 1).contiguous()  # [new, n, ...]
             for entry, block in zip(entries, moved, strict=True):
@@ -58,7 +59,7 @@ class HostKV:
 
     def get(self, hashes: list[bytes], blocks: list[int]) -> None:
         """Copy the host's blocks with these hashes to `blocks` of the stores."""
-        for kept, stored in zip(self._kept, self._memory.by_block, strict=True):
+        for kept, stored in zip(self._kept, by_block_of(self._stores), strict=True):
             found = [kept[self.place[key]].to(stored.device, non_blocking=True) for key in hashes]
             stored[:, to_device(blocks, stored.device, torch.long)] = torch.stack(found, 1)
 

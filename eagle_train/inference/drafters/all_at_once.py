@@ -9,6 +9,7 @@ Shapes: A active rows, Q nodes of a level that have children, L levels that the 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -97,7 +98,7 @@ class AllAtOnce(ByLevels):
 
     def __init__(self, draft: Draft, target: Target, alignment: str = "accepted"):
         super().__init__(draft, target, alignment)
-        self.run_levels: Forward = self.level_by_level
+        self.compiled_levels: Forward | None = None  # `level_by_level`
 
     def use_cache(self, num_kv_heads: int) -> None:
         """It needs none."""
@@ -107,7 +108,7 @@ class AllAtOnce(ByLevels):
         return self.draft(None, hidden).view(len(hidden), -1, hidden.shape[-1])
 
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
-        run = self.run_levels = Compiled(self.level_by_level, self.target.device)
+        run = self.compiled_levels = Compiled(self.level_by_level, self.target.device)
         width, some = self.draft.config.hidden_size, self.target.embedding
         return [partial(run.prepare, some.new_zeros(rows, 1, width)) for rows in sorted({rows for rows, _ in sizes})]
 
@@ -124,6 +125,10 @@ class AllAtOnce(ByLevels):
     def levels(self, round: DraftRound) -> torch.Tensor:
         hidden = round.pending.hidden.take_along_dim(round.pending.end.unsqueeze(2), dim=1)
         return self.run_levels(hidden, None)
+
+    def run_levels(self, *given: Any) -> torch.Tensor:
+        """`level_by_level`, compiled where it was."""
+        return (self.compiled_levels or self.level_by_level)(*given)
 
     def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
         return Drafter.rewind(self, round, drafted, outcome)

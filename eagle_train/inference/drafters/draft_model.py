@@ -68,7 +68,7 @@ class DraftModel(Growing[Nodes]):
         layers = model.kv_layers
         self.cache = PagedKV(layers.kv_shapes, 0, model.dtype, model.device, layers.given)
         self.caches = [self.cache]
-        self.run_forward: Forward = self.forward
+        self.compiled: Forward | None = None  # `forward`
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """What the model's LM head reads [A, T, H] at int64 tokens and positions [A, T], within what it knows."""
@@ -77,8 +77,12 @@ class DraftModel(Growing[Nodes]):
         positions = positions.clamp(max=self.model.max_positions - 1)
         return self.model.hidden_states(tokens, positions, attend)
 
+    def run_forward(self, *given: Any) -> torch.Tensor:
+        """`forward`, compiled where it was."""
+        return (self.compiled or self.forward)(*given)
+
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
-        forward = self.run_forward = Compiled(self.forward, self.model.device)
+        forward = self.compiled = Compiled(self.forward, self.model.device)
         shapes, sizes = set[tuple[int, int]](), list(sizes)
         catches_up = any(plan.tree.num_nodes == 1 for _, plan in sizes)
         for rows, plan in sizes:

@@ -8,6 +8,7 @@ Shapes: A active rows, N wanted tokens, H hidden.
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -69,8 +70,17 @@ class Eagle(Growing[Nodes]):
         weights = [head.lm_head.weight for head in self.heads]
         optimize_for_decoding(self.draft, target.dtype, weights, drop_hooks=True)
         self.use_cache(draft.config.num_kv_heads)
-        self.run_forward: Forward = self.forward
-        self.run_forward_at: Forward = self.forward_at
+        self.compiled: Forward | None = None  # `forward`
+        self.compiled_at: Forward | None = None  # `forward_at`
+
+    def run_forward(self, *given: Any) -> torch.Tensor:
+        """`forward`, compiled where it was. An attribute that is one of its methods would keep a drafter's memory until
+        Python looks for circles."""
+        return (self.compiled or self.forward)(*given)
+
+    def run_forward_at(self, *given: Any) -> torch.Tensor:
+        """`forward_at` likewise."""
+        return (self.compiled_at or self.forward_at)(*given)
 
     def made_heads(self) -> list[Head]:
         """What is proposed with: one for all levels, or one for each."""
@@ -131,9 +141,8 @@ class Eagle(Growing[Nodes]):
         self.lm_head_kind = kind
 
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
-        self.run_forward, self.run_forward_at = (
-            Compiled(x, self.target.device) for x in (self.forward, self.forward_at)
-        )
+        forward, forward_at = (Compiled(x, self.target.device) for x in (self.forward, self.forward_at))
+        self.compiled, self.compiled_at = forward, forward_at
         aligned, grown, sizes = set(), set(), list(sizes)
         catches_up = any(plan.tree.num_nodes == 1 for _, plan in sizes)
         for rows, plan in sizes:
@@ -143,16 +152,16 @@ class Eagle(Growing[Nodes]):
             aligned |= {(rows, count) for count in (2, MAX_PENDING) if catches_up}
             grown |= {(rows, 1), *((rows, len(level.parents)) for level in plan.levels[1:])}  # none accepted; nodes
         return [
-            partial(self.prepare, forward, *shape)
-            for forward, sizes in ((self.run_forward_at, aligned), (self.run_forward, grown))
+            partial(self.prepare, each, *shape)
+            for each, sizes in ((forward_at, aligned), (forward, grown))
             for shape in sorted(sizes)
         ]
 
     def prepare(self, forward: Compiled, rows: int, length: int) -> None:
-        """Compile `run_forward` or `run_forward_at` for tokens [rows, length]."""
+        """Compile `forward` or `forward_at` for tokens [rows, length]."""
         hidden = self.target.embedding.new_zeros(rows, length, self.draft.config.hidden_size)
         tokens = torch.zeros(rows, length, dtype=torch.long, device=hidden.device)
-        wanted = [tokens.new_zeros(rows, 1)] if forward is self.run_forward_at else []
+        wanted = [tokens.new_zeros(rows, 1)] if forward is self.compiled_at else []
         forward.prepare(tokens, hidden, tokens, *wanted)
 
     def prefill(

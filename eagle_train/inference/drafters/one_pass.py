@@ -61,7 +61,7 @@ class OnePass(ByLevels):
         return self.run_forward_at(tokens, fed, positions, pending.end + steps, attend)
 
     def compile(self, sizes: Iterable[tuple[int, TreePlan]]) -> list[Callable[[], None]]:
-        forward = self.run_forward_at = Compiled(self.forward_at, self.target.device)
+        forward = self.compiled_at = Compiled(self.forward_at, self.target.device)
         shapes, sizes = set[tuple[int, int, int]](), list(sizes)
         catches_up = any(plan.tree.num_nodes == 1 for _, plan in sizes)
         for rows, plan in sizes:

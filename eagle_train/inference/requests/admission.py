@@ -1,5 +1,7 @@
 """Queues requests, seats their drafters, and sizes the cache for them. Knows nothing of rounds or models."""
 
+import warnings
+
 from eagle_train.errors import OptionError, check
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import blocks_for
@@ -15,6 +17,26 @@ def seat(sequence: Sequence, drafter: str | None, drafters: Drafters) -> None:
     if (kind := drafters.caching(drafter)) != sequence.cached_by:
         sequence.cached_by = kind
         del sequence.block_hashes[sequence.num_computed // BLOCK :]  # of blocks to come, which will hold other things
+
+
+def drop_drafter(drafters: Drafters, sequence: Sequence) -> None:
+    """A request goes on without drafts. Its blocks to come lack its drafter's keys and values."""
+    drafters.leave(sequence.drafter, sequence.key)
+    seat(sequence, None, drafters)
+
+
+def stop_drafting(drafters: Drafters, sequence: Sequence, reason: str) -> None:
+    """A request's drafter was wrong: it goes on without drafts, once it is told."""
+    if sequence.drafter is not None:
+        told = f"drafter {sequence.drafter}: {reason}; request {sequence.index} goes on without drafts"
+        warnings.warn(told, stacklevel=2)
+        drop_drafter(drafters, sequence)
+
+
+def room_for(rows: int, longest: int, deepest: int) -> int:
+    """The `kv_tokens` with which an engine never keeps one of `rows` requests waiting, and leaves a GPU's other memory
+    to others. `longest`: the most tokens of a prompt and its answer; `deepest`: how deep its drafts may be."""
+    return rows * (blocks_for(longest + deepest + 1) + 1) * BLOCK
 
 
 def enqueue(sequences: list[Sequence], scheduler: Scheduler, memory: BlockMemory) -> None:

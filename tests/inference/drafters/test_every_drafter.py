@@ -4,7 +4,9 @@ The kinds are those of tests/support/drafters.py. That tokens have the target's 
 DESIGN sections 3.5, 3.7.
 """
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -28,7 +30,7 @@ from tests.support.drafters import (
     with_several,
 )
 from tests.support.drafters_job import OF_ITS_OWN, outcomes
-from tests.support.inside import pool_of, scheduler_of
+from tests.support.inside import pool_of, runner_of, scheduler_of
 from tests.support.penalties import Penalties
 from tests.support.processes import start_ranks
 from tests.support.reference_answers import cut, token_ids
@@ -55,6 +57,24 @@ def check_left(engine: Engine) -> None:
     """No block and no request is left."""
     assert pool_of(engine).available == pool_of(engine).total
     assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_an_engines_memory_goes_with_its_last_name(kind):
+    """Without a look for circles, which Python takes when it likes: a GPU has no room for two engines."""
+    options = {"prefix_cache": True, "host_kv_tokens": 30 * BLOCK}
+    target, texts = target_of("llama"), texts_of("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine(target, **options) if kind is None else KINDS[kind].engine(target, texts, **options)
+        engine.generate(PROMPTS, GREEDY)
+        memory = [weakref.ref(cache) for cache in runner_of(engine).stores]
+        assert all(each() is not None for each in memory)
+        del engine
+        assert [each() for each in memory] == [None] * len(memory)
+    finally:
+        gc.enable()
 
 
 ALONE = [(kind, family) for family in FAMILIES for kind in KINDS if family == "llama" or kind not in TOGETHER]
