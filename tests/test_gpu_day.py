@@ -66,6 +66,17 @@ def test_kernels_are_tested_where_they_run(tmp_path):
     assert given[given.index("-k") + 1] == "not hopper"
 
 
+def test_gpu_tests_alone_are_imported(tmp_path):
+    """Other files may import packages that a machine with a GPU lacks."""
+    _, given, _ = day(tmp_path, "tests")[1]
+    asked = {name for name in given if name.startswith("tests")}
+    marked = re.compile(r"mark\Wgpu\b")
+    wanted = {path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text())}
+    assert asked == {str(path.relative_to(ROOT)) for path in wanted}
+    assert {"tests/ops/test_few_rows.py", "tests/inference/test_every_device.py"} < asked
+    assert given[given.index("-m", 2) + 1] == "gpu"
+
+
 def test_parts_that_are_none_are_refused(tmp_path):
     status, _, said = day(tmp_path, "nothing")
     assert status == 2
