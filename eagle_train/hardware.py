@@ -126,8 +126,9 @@ def _cpu_computes_bf16() -> bool:
 
 def current(device: torch.device) -> AbstractContextManager:
     """Makes a GPU the current one of this thread meanwhile: Triton's kernels start there, wherever their tensors are.
-    Nothing for a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    Nothing for a CPU, and for a GPU that is the current one."""
+    is_current = device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 def resolve_device(name: str) -> str:

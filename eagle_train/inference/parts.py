@@ -84,7 +84,8 @@ def build_parts(
         for each in draft.values() if isinstance(draft, Mapping) else [draft]:
             if isinstance(each, str | Path):
                 check_sizes(read_artifact(each).target, given, f"draft={each}")
-        target = load_target(given, device)
+        with current(torch.device(device)):  # what is loaded is checked by a forward
+            target = load_target(given, device)
     check_graphs(config.graphs, target.device, target.together, target.is_offloaded)
     with current(target.device):
         return _of_loaded(target, draft, tree, config, acceptance)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from eagle_train.hardware import is_gpu
+from eagle_train.hardware import current, is_gpu
 from eagle_train.ops.device_time import gpu_seconds
 from eagle_train.ops.kernels import is_plain, starts_triton
 
@@ -119,19 +119,20 @@ def product(
     out = x.new_empty(*x.shape[:-1], outputs)
     by_matrix_unit, by_vectors = _kernels()
     kernel = by_matrix_unit if way.by_matrix_unit else by_vectors
-    kernel[(-(-outputs // way.tile),)](
-        x.reshape(rows, inputs).contiguous(),
-        weight,
-        weight if bias is None else bias,
-        out,
-        rows,
-        outputs,
-        INPUTS=inputs,
-        HAS_BIAS=bias is not None,
-        # Triton's interpreter has no products of bf16.
-        **({"IN_FP32": weight.device.type == "cpu"} if way.by_matrix_unit else {}),
-        **_layout(rows, way),
-    )
+    with current(weight.device):
+        kernel[(-(-outputs // way.tile),)](
+            x.reshape(rows, inputs).contiguous(),
+            weight,
+            weight if bias is None else bias,
+            out,
+            rows,
+            outputs,
+            INPUTS=inputs,
+            HAS_BIAS=bias is not None,
+            # Triton's interpreter has no products of bf16.
+            **({"IN_FP32": weight.device.type == "cpu"} if way.by_matrix_unit else {}),
+            **_layout(rows, way),
+        )
     return out
 
 

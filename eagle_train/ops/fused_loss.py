@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from eagle_train.hardware import current
 from eagle_train.ops.kernels import is_plain, starts_triton
 
 __all__ = ["LK_RATE", "fused_loss", "supports"]
@@ -51,24 +52,25 @@ def fused_loss(
     assert of_target.stride(1) == of_draft.stride(1) == 1
     sums = torch.empty(rows, 3, dtype=torch.float32, device=of_draft.device)
     block = min(_BLOCK, 1 << (vocabulary - 1).bit_length())
-    _kernel()[(rows,)](
-        of_target,
-        of_draft,
-        of_draft if bias is None else bias,
-        sums,
-        of_target.stride(0),
-        of_draft.stride(0),
-        scale,
-        1.0 if softcap is None else softcap,
-        VOCABULARY=vocabulary,
-        HAS_BIAS=bias is not None,
-        HAS_CAP=softcap is not None,
-        IS_LK=kind == "lk",
-        WITH_GRADIENT=with_gradient,
-        LK_RATE=LK_RATE,
-        BLOCK=block,
-        num_warps=_WARPS,
-    )
+    with current(of_draft.device):
+        _kernel()[(rows,)](
+            of_target,
+            of_draft,
+            of_draft if bias is None else bias,
+            sums,
+            of_target.stride(0),
+            of_draft.stride(0),
+            scale,
+            1.0 if softcap is None else softcap,
+            VOCABULARY=vocabulary,
+            HAS_BIAS=bias is not None,
+            HAS_CAP=softcap is not None,
+            IS_LK=kind == "lk",
+            WITH_GRADIENT=with_gradient,
+            LK_RATE=LK_RATE,
+            BLOCK=block,
+            num_warps=_WARPS,
+        )
     return sums.sum(0, dtype=torch.float64)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eagle_train.hardware import is_gpu
+from eagle_train.hardware import current, is_gpu
 from eagle_train.ops.device_time import gpu_seconds
 from eagle_train.ops.kernels import is_plain, starts_triton
 
@@ -82,22 +82,23 @@ def head_argmax(
     value = torch.empty(*hidden.shape[:-1], 1, dtype=torch.float32, device=weight.device)
     token = torch.empty_like(value, dtype=torch.int64)
     best_of_tile, best_of_row = _kernels()
-    best_of_tile[(tiles,)](
-        states,
-        weight,
-        weight if bias is None else bias,
-        best,
-        rows,
-        scale,
-        VOCABULARY=vocabulary,
-        INPUTS=inputs,
-        HAS_BIAS=bias is not None,
-        HAS_SCALE=scale != 1.0,
-        IN_FP32=weight.device.type == "cpu",  # Triton's interpreter has no products of bf16
-        **layout,
-    )
-    cap = 1.0 if softcap is None else softcap
-    best_of_row[(rows,)](best, value, token, cap, TILES=tiles, HAS_CAP=softcap is not None, LANES=_LANES, num_warps=4)
+    cap, has_cap = (1.0, False) if softcap is None else (softcap, True)
+    with current(weight.device):
+        best_of_tile[(tiles,)](
+            states,
+            weight,
+            weight if bias is None else bias,
+            best,
+            rows,
+            scale,
+            VOCABULARY=vocabulary,
+            INPUTS=inputs,
+            HAS_BIAS=bias is not None,
+            HAS_SCALE=scale != 1.0,
+            IN_FP32=weight.device.type == "cpu",  # Triton's interpreter has no products of bf16
+            **layout,
+        )
+        best_of_row[(rows,)](best, value, token, cap, TILES=tiles, HAS_CAP=has_cap, LANES=_LANES, num_warps=4)
     return value, token
 
 

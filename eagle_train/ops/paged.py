@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from eagle_train.hardware import is_gpu
+from eagle_train.hardware import current, is_gpu
 from eagle_train.ops.kernels import is_plain, starts_triton
 
 __all__ = ["paged_attention", "supports", "write", "writes"]
@@ -74,33 +74,34 @@ def paged_attention(
     parts = q.new_empty(rows, tokens, heads, splits, out_width, dtype=q.dtype if splits == 1 else torch.float32)
     part_lse = q.new_empty(rows, tokens, heads, splits, dtype=torch.float32)
     attend_split, *_ = _kernels()
-    attend_split[(rows * kv_heads, splits, tiles)](
-        q,
-        keys,
-        values,
-        table,
-        first.contiguous(),
-        ends.contiguous(),
-        parts,
-        part_lse,
-        *q.stride()[:3],
-        table.stride(0),
-        scale,
-        1.0 if softcap is None else softcap,
-        TOKENS=tokens,
-        GROUP=group,
-        KV_HEADS=kv_heads,
-        KEY_WIDTH=width,
-        VALUE_WIDTH=out_width,
-        BLOCK=block,
-        SPLITS=splits,
-        QUERIES=queries,
-        SLOTS=at_a_time,
-        HAS_CAP=softcap is not None,
-        IN_FP32=q.device.type == "cpu",  # Triton's interpreter has no products of bf16
-        num_warps=4,
-        num_stages=2 if width * keys.itemsize <= _MOST_BYTES else 1,
-    )
+    with current(q.device):
+        attend_split[(rows * kv_heads, splits, tiles)](
+            q,
+            keys,
+            values,
+            table,
+            first.contiguous(),
+            ends.contiguous(),
+            parts,
+            part_lse,
+            *q.stride()[:3],
+            table.stride(0),
+            scale,
+            1.0 if softcap is None else softcap,
+            TOKENS=tokens,
+            GROUP=group,
+            KV_HEADS=kv_heads,
+            KEY_WIDTH=width,
+            VALUE_WIDTH=out_width,
+            BLOCK=block,
+            SPLITS=splits,
+            QUERIES=queries,
+            SLOTS=at_a_time,
+            HAS_CAP=softcap is not None,
+            IN_FP32=q.device.type == "cpu",  # Triton's interpreter has no products of bf16
+            num_warps=4,
+            num_stages=2 if width * keys.itemsize <= _MOST_BYTES else 1,
+        )
     out, lse = (parts.squeeze(3), part_lse.squeeze(3)) if splits == 1 else _merged(parts, part_lse, q.dtype)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -123,20 +124,21 @@ def write(k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Te
     (rows, heads, tokens, width), out_width = k.shape, v.shape[3]
     lanes = 1 << (heads * max(width, out_width) - 1).bit_length()
     *_, write_slots = _kernels()
-    write_slots[(tokens, rows)](
-        k,
-        v,
-        keys,
-        values,
-        slots.contiguous(),
-        *k.stride(),
-        *v.stride(),
-        HEADS=heads,
-        KEY_WIDTH=width,
-        VALUE_WIDTH=out_width,
-        LANES=min(lanes, _LANES),
-        num_warps=4,
-    )
+    with current(keys.device):
+        write_slots[(tokens, rows)](
+            k,
+            v,
+            keys,
+            values,
+            slots.contiguous(),
+            *k.stride(),
+            *v.stride(),
+            HEADS=heads,
+            KEY_WIDTH=width,
+            VALUE_WIDTH=out_width,
+            LANES=min(lanes, _LANES),
+            num_warps=4,
+        )
 
 
 def _merged(parts: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +147,9 @@ def _merged(parts: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype) -> 
     out, lse = parts.new_empty(*queries, width, dtype=dtype), part_lse.new_empty(queries)
     lanes = 1 << (splits - 1).bit_length()
     _, merge_splits, _ = _kernels()
-    merge_splits[(lse.numel(),)](parts, part_lse, out, lse, VALUE_WIDTH=width, SPLITS=splits, LANES=lanes, num_warps=1)
+    sizes = {"VALUE_WIDTH": width, "SPLITS": splits, "LANES": lanes}
+    with current(parts.device):
+        merge_splits[(lse.numel(),)](parts, part_lse, out, lse, **sizes, num_warps=1)
     return out, lse
 
 

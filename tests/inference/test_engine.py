@@ -5,6 +5,7 @@ accepted.
 import random
 import re
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch._dynamo.testing import CompileCounter
 from eagle_train.artifacts.format import save_draft
 from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError, UserError
-from eagle_train.inference import Engine, Requests, SamplingParams
+from eagle_train.inference import Engine, Requests, SamplingParams, parts
 from eagle_train.inference.compiling import compile_verification
 from eagle_train.inference.decode.tree import chain, full
 from eagle_train.inference.decode.verification import Verification
@@ -454,6 +455,27 @@ def test_a_target_is_loaded_on_the_gpu_if_there_is_one(load, gpu, monkeypatch):
     with pytest.raises(UserError, match="seen"):
         load(str(BUNDLED))
     assert check.call_args.args[2].type == ("cuda" if gpu else "cpu")
+
+
+def test_a_target_is_loaded_with_its_gpu_the_current_one(monkeypatch):
+    """Loading checks it by a forward, whose kernels start there."""
+    entered = []
+
+    @contextmanager
+    def current(device):
+        entered.append(device)
+        yield
+        entered.append(None)
+
+    def load(config, device):
+        assert entered == [torch.device("cuda:1")]
+        raise UserError("seen")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(parts, "current", current)
+    monkeypatch.setattr(parts, "load_target", load)
+    with pytest.raises(UserError, match="seen"):
+        Engine(str(BUNDLED), device="cuda:1")
 
 
 def test_parameters_that_are_none():

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -61,6 +62,40 @@ def test_without_triton_nothing_is_said(gpu, monkeypatch):
 def test_a_gpu_is_made_the_current_one_and_a_cpu_is_not(monkeypatch):
     """Triton starts kernels there, wherever their tensors are."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: f"on {device}")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert hardware.current(torch.device("cuda:1")) == "on cuda:1"
-    with hardware.current(torch.device("cpu")):
-        pass
+    for name in ("cpu", "cuda", "cuda:0"):
+        with hardware.current(torch.device(name)):
+            pass
+
+
+def test_kernels_start_where_their_tensors_are(monkeypatch):
+    """With another GPU than the current one, Triton would give one's addresses to the other."""
+    within, started = [torch.device("cpu")], []
+
+    @contextmanager
+    def current(device):
+        within.append(device)
+        yield
+        within.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *given, **named: started.append(within[-1].type)
+
+    for module in (few_rows, fused_loss, head_argmax, paged):
+        monkeypatch.setattr(module, "current", current)
+    for module, count in ((few_rows, 2), (head_argmax, 2), (paged, 3)):
+        monkeypatch.setattr(module, "_kernels", lambda count=count: (Kernel(),) * count)
+    monkeypatch.setattr(fused_loss, "_kernel", Kernel)
+    x, weight = torch.zeros(2, 32, device="meta").half(), torch.zeros(48, 32, device="meta").half()
+    few_rows.product(x, weight)
+    head_argmax.head_argmax(x, weight)
+    fused_loss.fused_loss(x, x, "ce")
+    q, store = torch.zeros(1, 2, 1, 16, device="meta"), torch.zeros(4096, 2, 16, device="meta")
+    ends = torch.zeros(1, 1, dtype=torch.int32, device="meta")
+    table = torch.zeros(1, 256, dtype=torch.long, device="meta")
+    paged.paged_attention(q, store, store, table, 16, ends, ends, 1.0)
+    paged.write(q, q, store, store, ends.long())
+    assert started == ["meta"] * 7
+    assert len(within) == 1
