@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,19 @@ class Parts:
 
 
 def build_parts(
-    target: AnyTarget, draft: AnyDraft, tree: Any, device: str, config: EngineConfig, acceptance: Acceptance | None
+    target: AnyTarget,
+    draft: AnyDraft,
+    tree: Any,
+    device: str,
+    config: EngineConfig,
+    acceptance: Acceptance | None,
+    decodes: bool = True,
 ) -> Parts:
-    """Arguments as for `Engine`. Raises UserError if they do not fit together, before loading where possible."""
+    """Arguments as for `Engine`. `decodes`: False: it prefills alone, and nothing is made for rounds. Raises UserError
+    if they do not fit together, before loading where possible."""
     _check(target, draft, device)
+    if not decodes:
+        config = replace(config, graphs=False, compile=False, compile_sampling=False, gate=False)
     device = resolve_device(device) if device == "auto" else device
     check_graphs(config.graphs, target.device if isinstance(target, Target) else device)
     if not isinstance(target, Target):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from eagle_train.errors import OptionError, UserError, check, one_line
+from eagle_train.hardware import current
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.decode.bookkeeping import FirstToken
 from eagle_train.inference.options import EngineConfig
@@ -35,9 +36,10 @@ class PrefillServer:
         **options: Any,
     ):
         """Arguments as for `Engine`; target, draft, `divide_draft` and `prefix_cache` must be those of the decode
-        process. Raises OptionError for a divided target with a draft where `divide_draft` is None."""
+        process. What is made at the start for rounds, graphs say, is left out. Raises OptionError for a divided target
+        with a draft where `divide_draft` is None."""
         config = replace(config or EngineConfig(), **options)
-        self._parts = build_parts(target, draft, "chain3", "cpu", config, None)
+        self._parts = build_parts(target, draft, "chain3", "cpu", config, None, decodes=False)
         check_draft(self._parts)
 
     def serve(self, lines: list[Line]) -> None:
@@ -69,6 +71,11 @@ class PrefillServer:
     def prefill(self, request: dict, send: Send) -> list[FirstToken]:
         """The first token of each text; everything else of them is sent. Raises UserError, with nothing sent, if the
         decode process has another target or draft."""
+        with current(self._parts.target.device):
+            return self._prefill(request, send)
+
+    def _prefill(self, request: dict, send: Send) -> list[FirstToken]:
+        """As `prefill`."""
         parts, scheduler = self._parts, self._parts.scheduler
         self._check(request)
         sequences = [

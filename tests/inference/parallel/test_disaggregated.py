@@ -5,6 +5,7 @@ With a divided target, both are done by groups of ranks.
 
 import json
 import re
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -16,8 +17,9 @@ from eagle_train.artifacts.format import save_draft
 from eagle_train.distributed import World
 from eagle_train.drafts import Draft
 from eagle_train.errors import OptionError, UserError
-from eagle_train.inference import Engine, EngineConfig, PrefillServer, RemotePrefill, SamplingParams, connect
+from eagle_train.inference import Engine, EngineConfig, PrefillServer, RemotePrefill, SamplingParams, connect, parts
 from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.inference.parallel import prefill_server
 from eagle_train.inference.parallel.lines import as_bytes, from_bytes
 from eagle_train.inference.parallel.prefill_server import layout_options
 from tests.support.disaggregated_job import answers
@@ -52,6 +54,31 @@ def root(tmp_path_factory) -> Path:
     target.model.save_pretrained(root / "target")
     save_draft(a_draft(), root / "draft", target.identity, dtype=torch.float32)
     return root
+
+
+def test_a_server_makes_nothing_for_rounds(monkeypatch):
+    """It has none: recordings would take minutes, and most of a GPU's memory for good."""
+    for name in ("record", "calibrated"):
+        monkeypatch.setattr(parts, name, None)
+    config = PrefillServer(shared_target("gemma2"), a_draft(), gate=True, compile=True)._parts.config
+    assert (config.graphs, config.compile, config.compile_sampling, config.gate) == (False,) * 4
+
+
+def test_a_server_prefills_on_its_targets_gpu(monkeypatch):
+    line, entered = LocalPrefill(), []
+    line.open.set()
+
+    @contextmanager
+    def current(device):
+        entered.append(device)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr(prefill_server, "current", current)
+    own = prefill_server.enqueue
+    monkeypatch.setattr(prefill_server, "enqueue", lambda *given: entered.append("within") or own(*given))
+    a_decoder(line).generate(PROMPTS[:1], GREEDY)
+    assert entered == [shared_target("gemma2").device, "within", None]
 
 
 def a_decoder(*lines: LocalPrefill, draft: Draft | None = None, **options) -> Engine:
