@@ -23,6 +23,7 @@ _LEAST_QUERIES, _TILE = 16, 64  # of a program: the matrix unit's least, and the
 _SLOTS, _MANY_SLOTS = 64, 128  # read at a time; the second where the GPU is not full, and has room for them
 _PROGRAMS = 528  # to keep the 132 processors of a large GPU busy, four each
 _LEAST_SLOTS = 128  # of a split
+_MERGED = 32  # splits at a time
 _MOST_BYTES = 256  # of a key: with _MANY_SLOTS a program takes 72 KiB, and some GPUs have no more than 99
 _LANES = 1024  # numbers of a token that are written at a time
 
@@ -88,13 +89,13 @@ def paged_attention(
             table.stride(0),
             scale,
             1.0 if softcap is None else softcap,
-            TOKENS=tokens,
+            tokens,
+            splits,
             GROUP=group,
             KV_HEADS=kv_heads,
             KEY_WIDTH=width,
             VALUE_WIDTH=out_width,
             BLOCK=block,
-            SPLITS=splits,
             QUERIES=queries,
             SLOTS=at_a_time,
             HAS_CAP=softcap is not None,
@@ -145,11 +146,9 @@ def _merged(parts: torch.Tensor, part_lse: torch.Tensor, dtype: torch.dtype) -> 
     """The attention [A, T, Q, D'] in `dtype` and its log-sum-exp from the splits' [A, T, Q, splits, D']."""
     *queries, splits, width = parts.shape
     out, lse = parts.new_empty(*queries, width, dtype=dtype), part_lse.new_empty(queries)
-    lanes = 1 << (splits - 1).bit_length()
     _, merge_splits, _ = _kernels()
-    sizes = {"VALUE_WIDTH": width, "SPLITS": splits, "LANES": lanes}
     with current(parts.device):
-        merge_splits[(lse.numel(),)](parts, part_lse, out, lse, **sizes, num_warps=1)
+        merge_splits[(lse.numel(),)](parts, part_lse, out, lse, splits, VALUE_WIDTH=width, LANES=_MERGED, num_warps=4)
     return out, lse
 
 

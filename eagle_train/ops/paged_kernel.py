@@ -1,4 +1,8 @@
-"""The Triton kernels of paged.py, which says what they compute. Internal: imports Triton, which GPUs have."""
+"""The Triton kernels of paged.py, which says what they compute. Internal: imports Triton, which GPUs have.
+
+Numbers that grow with a text are no constants, and are not looked at for divisors: each new kernel is compiled, while a
+request waits.
+"""
 
 # Triton reads these functions' source, and knows their arguments by position: annotations say nothing to it.
 # mypy: disable-error-code="no-untyped-def"
@@ -7,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "tokens", "splits"])
 def attend_split(
     q,
     keys,
@@ -23,31 +27,32 @@ def attend_split(
     table_row,
     scale,
     cap,
-    TOKENS: tl.constexpr,
+    tokens,
+    splits,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     QUERIES: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     IN_FP32: tl.constexpr,
 ):
-    """One row, one key/value head, one split of the row's slots: QUERIES of the head's TOKENS * GROUP queries.
+    """One row, one key/value head, one split of the row's slots: QUERIES of the head's tokens * GROUP queries.
 
-    out [rows, TOKENS, query heads, SPLITS, VALUE_WIDTH], and lse without the last dimension.
+    out [rows, tokens, query heads, splits, VALUE_WIDTH], and lse without the last dimension. Of a query that sees none
+    of a split's slots nothing is written but lse, which is -inf; where there is one split, zeros too.
     """
     row, kv_head, split = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS, tl.program_id(1)
     query = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
     token, head = query // GROUP, (kv_head * GROUP + query % GROUP).to(tl.int64)
-    there = query < TOKENS * GROUP
+    there = query < tokens * GROUP
     q += (row * q_row + head * q_head + token * q_token)[:, None] + tl.arange(0, KEY_WIDTH)
     queries = tl.load(q, mask=there[:, None], other=0.0)
-    first_slot = tl.load(first + row * TOKENS + token, mask=there, other=2147483647)
-    end_slot = tl.load(ends + row * TOKENS + token, mask=there, other=0)
-    begin, end = _part(first_slot, end_slot, split, SPLITS, SLOTS)
+    first_slot = tl.load(first + row * tokens + token, mask=there, other=2147483647)
+    end_slot = tl.load(ends + row * tokens + token, mask=there, other=0)
+    begin, end = _part(first_slot, end_slot, split, splits, SLOTS)
     state = (
         tl.full([QUERIES], -float("inf"), tl.float32),
         tl.zeros([QUERIES], tl.float32),
@@ -63,17 +68,18 @@ def attend_split(
         state = _add(state, scores, visible, values, place, inside, VALUE_WIDTH, IN_FP32)
     peak, total, sums = state
     divisor = tl.where(total == 0.0, 1.0, total)
-    place = ((row * TOKENS + token) * KV_HEADS * GROUP + head) * SPLITS + split
+    place = ((row * tokens + token) * KV_HEADS * GROUP + head) * splits + split
     out += place[:, None] * VALUE_WIDTH + tl.arange(0, VALUE_WIDTH)
-    tl.store(out, (sums / divisor[:, None]).to(out.dtype.element_ty), mask=there[:, None])
+    is_read = tl.where(splits == 1, there, there & (total != 0.0))
+    tl.store(out, (sums / divisor[:, None]).to(out.dtype.element_ty), mask=is_read[:, None])
     tl.store(lse + place, tl.where(total == 0.0, -float("inf"), peak + tl.log(divisor)), mask=there)
 
 
 @triton.jit
-def _part(first_slot, end_slot, split, SPLITS: tl.constexpr, SLOTS: tl.constexpr):
+def _part(first_slot, end_slot, split, splits, SLOTS: tl.constexpr):
     """The slots of a split, of those that any of the queries sees: equal parts of whole steps."""
     begin, end = tl.min(first_slot, axis=0) // SLOTS * SLOTS, tl.max(end_slot, axis=0)
-    part = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SLOTS), SPLITS) * SLOTS
+    part = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SLOTS), splits) * SLOTS
     begin += split * part
     return begin, tl.minimum(end, begin + part)
 
@@ -116,24 +122,26 @@ def _add(state, scores, visible, values, place, inside, VALUE_WIDTH: tl.constexp
     return new_peak, total * shrink + tl.sum(weights, axis=1), sums
 
 
-@triton.jit
-def merge_splits(out, lse, merged, merged_lse, VALUE_WIDTH: tl.constexpr, SPLITS: tl.constexpr, LANES: tl.constexpr):
-    """One query's splits put together. LANES: SPLITS, up to a power of two."""
+@triton.jit(do_not_specialize=["splits"])
+def merge_splits(out, lse, merged, merged_lse, splits, VALUE_WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """One query's splits put together, LANES at a time. Of those that have no slots `out` holds anything."""
     query = tl.program_id(0).to(tl.int64)
-    splits, value_lanes = tl.arange(0, LANES), tl.arange(0, VALUE_WIDTH)
-    there = splits < SPLITS
-    each = tl.load(lse + query * SPLITS + splits, mask=there, other=-float("inf"))
-    peak = tl.max(each, axis=0)
-    base = tl.where(peak == -float("inf"), 0.0, peak)
-    weights = tl.exp(each - base)
-    total = tl.sum(weights, axis=0)
+    value_lanes = tl.arange(0, VALUE_WIDTH)
+    peak, total = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    sums = tl.zeros([VALUE_WIDTH], tl.float32)
+    for start in range(0, splits, LANES):
+        split = start + tl.arange(0, LANES)
+        each = tl.load(lse + query * splits + split, mask=split < splits, other=-float("inf"))
+        part = out + (query * splits + split)[:, None] * VALUE_WIDTH + value_lanes[None, :]
+        values = tl.load(part, mask=(each != -float("inf"))[:, None], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(each, axis=0))
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # -inf less itself would be NaN
+        weights, shrink = tl.exp(each - base), tl.exp(peak - base)
+        sums = sums * shrink + tl.sum(values * weights[:, None], axis=0)
+        peak, total = new_peak, total * shrink + tl.sum(weights, axis=0)
     divisor = tl.where(total == 0.0, 1.0, total)
-    parts = tl.load(
-        out + (query * SPLITS + splits)[:, None] * VALUE_WIDTH + value_lanes[None, :], mask=there[:, None], other=0.0
-    )
-    value = tl.sum(parts * weights[:, None], axis=0) / divisor
-    tl.store(merged + query * VALUE_WIDTH + value_lanes, value.to(merged.dtype.element_ty))
-    tl.store(merged_lse + query, tl.where(total == 0.0, -float("inf"), base + tl.log(divisor)))
+    tl.store(merged + query * VALUE_WIDTH + value_lanes, (sums / divisor).to(merged.dtype.element_ty))
+    tl.store(merged_lse + query, tl.where(total == 0.0, -float("inf"), peak + tl.log(divisor)))
 
 
 @triton.jit

@@ -1,5 +1,8 @@
 """Attention through a block table against its plain twin: on a GPU, or in Triton's interpreter where there is none."""
 
+import itertools
+import re
+
 import pytest
 import torch
 
@@ -8,10 +11,13 @@ from eagle_train.ops.attention import plain_partial
 from eagle_train.ops.rule import Rule
 from eagle_train.ops.visible_slots import VisibleSlots
 from tests.support.assembly import compiled_kernel
+from tests.support.launches import Launches
 
 pytest.importorskip("triton", reason="it comes with torch for CUDA, and with xgrammar")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
+NUMBERS = dict.fromkeys(("q_row", "q_head", "q_token", "table_row", "tokens", "splits"), "i32")
+NUMBERS |= {"scale": "fp32", "cap": "fp32"}
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 RULES = {
     "all": Rule(0.3),
@@ -82,11 +88,37 @@ def test_it_equals_the_twin(lengths, tokens, heads, kv_heads, width, dtype, caus
     assert torch.equal(out == 0, wanted == 0)
 
 
+@pytest.fixture
+def unwritten(monkeypatch) -> list[torch.Tensor]:
+    """The new tensors, with NaN wherever nobody writes."""
+    made, own = [], torch.Tensor.new_empty
+
+    def new_empty(*given, **options):
+        new = own(*given, **options)
+        if new.is_floating_point():
+            made.append(new.fill_(torch.nan))
+        return new
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    return made
+
+
 @pytest.mark.parametrize("splits", [1, 2, 5])
-def test_parts_are_merged(splits, monkeypatch):
+def test_parts_are_merged(splits, unwritten, monkeypatch):
     """Also those in which a query sees nothing."""
     monkeypatch.setattr(paged, "_division", lambda programs, slots, has_room: (splits, 64))
-    test_it_equals_the_twin([700, 5], 7, 6, 2, 16, torch.float32, False, "window")
+    test_it_equals_the_twin([700, 0, 5], 7, 6, 2, 16, torch.float32, False, "window")
+
+
+def test_of_splits_without_slots_nothing_is_written(unwritten, monkeypatch):
+    """Recordings are of a whole context's width, and most of it is empty."""
+    monkeypatch.setattr(paged, "_division", lambda programs, slots, has_room: (paged._MERGED + 2, 64))
+    test_it_equals_the_twin([300, 5], 1, 2, 1, 16, torch.float32, False, "all")
+    parts, lse = unwritten[:2]
+    there = ~lse.isinf()  # [2, 1, 2, splits]: each of the first row's 5 steps has a split; the second row has one step
+    assert there.sum((1, 2, 3)).tolist() == [2 * 5, 2]
+    assert not parts[there].isnan().any()
+    assert parts[~there].isnan().all()
 
 
 def test_rows_are_divided_to_keep_a_gpu_busy():
@@ -101,13 +133,44 @@ def test_rows_are_divided_to_keep_a_gpu_busy():
 @pytest.mark.parametrize(("queries", "slots"), [(16, 64), (16, 128), (64, 64)])
 def test_on_hopper_it_has_room_and_nothing_is_spilled(queries, slots):
     pointers = dict.fromkeys(("q", "keys", "values"), "*bf16") | {"table": "*i64", "first": "*i32", "ends": "*i32"}
-    numbers = dict.fromkeys(("q_row", "q_head", "q_token", "table_row"), "i32") | {"scale": "fp32", "cap": "fp32"}
-    sizes = {"TOKENS": 1, "GROUP": 4, "KV_HEADS": 8, "KEY_WIDTH": 128, "VALUE_WIDTH": 128, "BLOCK": 16, "SPLITS": 8}
+    sizes = {"GROUP": 4, "KV_HEADS": 8, "KEY_WIDTH": 128, "VALUE_WIDTH": 128, "BLOCK": 16}
     constants = sizes | {"QUERIES": queries, "SLOTS": slots, "HAS_CAP": False, "IN_FP32": False}
-    types = pointers | {"out": "*fp32", "lse": "*fp32"} | numbers
+    types = pointers | {"out": "*fp32", "lse": "*fp32"} | NUMBERS
     made = compiled_kernel("eagle_train.ops.paged_kernel", "attend_split", types, constants, num_warps=4, num_stages=2)
     assert made["stack"] == made["local"] == 0
     assert made["shared"] <= 99 * 2**10  # of GPUs of 8.6 and 8.9, the least that any has
+    copies = set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\S+),", made["ptx"]))
+    assert copies == {"0x10"}
+    assert re.search(r"wgmma\.mma_async|mma\.sync", made["ptx"])
+
+
+@pytest.mark.parametrize("width", [16, 128, 256])
+def test_on_hopper_merging_loads_16_bytes_at_a_time_and_spills_nothing(width):
+    types = dict.fromkeys(("out", "lse", "merged_lse"), "*fp32") | {"merged": "*bf16", "splits": "i32"}
+    sizes = {"VALUE_WIDTH": width, "LANES": paged._MERGED}
+    made = compiled_kernel("eagle_train.ops.paged_kernel", "merge_splits", types, sizes, num_warps=4)
+    assert made["stack"] == made["local"] == 0
+    assert re.search(r"ld\.global\S*\.v4\.b32", made["ptx"])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="it is Triton's interpreter whose kernels say what they were made with")
+def test_growing_texts_compile_few_kernels(monkeypatch):
+    """Else requests wait for a compiler, again and again, where rounds are not recorded, and in prompts behind a
+    prefix."""
+    launches = Launches(paged._kernels())
+    monkeypatch.setattr(paged, "_kernels", lambda: launches.kernels)
+    store = torch.zeros(64, 2, 64)
+    for rows, tokens, blocks in itertools.product([1, 2, 3, 16], range(1, 33), [*range(1, 40), 64, 500, 1111, 2048]):
+        q = torch.zeros(rows, tokens, 8, 64).transpose(1, 2)
+        ends = torch.zeros(rows, tokens, dtype=torch.int32)
+        paged.paged_attention(q, store, store, torch.zeros(rows, blocks, dtype=torch.long), 16, ends, ends, 1.0)
+    for rows, tokens in itertools.product(range(1, 9), range(1, 33)):
+        new = torch.zeros(rows, tokens, 2, 64).transpose(1, 2)
+        paged.write(new, new, store, store, torch.zeros(rows, tokens, dtype=torch.long))
+    attend, merge, write = (len(each) for each in launches.made)
+    # By the tile of queries, and whether there are splits; of the least tile by how many slots are read at a time too.
+    assert attend <= 6
+    assert merge == write == 1
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 128), ("fp32", 256), ("bf16", 256)])
@@ -127,8 +190,7 @@ def test_on_smaller_gpus_it_has_room(monkeypatch, dtype, width):
     asked = {key: value for key, value in asked.items() if key != "LANES"} | {"IN_FP32": False}
     options = {key: asked.pop(key) for key in ("num_warps", "num_stages")}
     pointers = dict.fromkeys(("q", "keys", "values"), f"*{dtype}") | {"table": "*i64", "first": "*i32", "ends": "*i32"}
-    numbers = dict.fromkeys(("q_row", "q_head", "q_token", "table_row"), "i32") | {"scale": "fp32", "cap": "fp32"}
-    types = pointers | {"out": "*fp32", "lse": "*fp32"} | numbers
+    types = pointers | {"out": "*fp32", "lse": "*fp32"} | NUMBERS
     made = compiled_kernel("eagle_train.ops.paged_kernel", "attend_split", types, asked, capability=86, **options)
     assert made["shared"] <= 99 * 2**10
 
