@@ -82,7 +82,7 @@ class EngineConfig:
       Needs a GPU and a target that is not offloaded; ranks that hold one together must talk by NCCL. None: on a GPU,
       unless the target is divided, offloaded or quantised, a drafter may have the host wait, or either has experts.
     - `divide_sampling`: ranks of one tensor-parallel target sample a part of the batch each (paper section 3.2); false:
-      each rank samples the whole batch.
+      each rank samples the whole batch, and the first one's tokens count.
     - `divide_draft`: ranks of one tensor-parallel target hold and run a part each of an EAGLE draft and of the LM head
       that it proposes with; false: each the whole. None: what is faster, by the speeds of memory and of the ranks' talk
       that are measured at the start, for a draft without experts, not quantised, whose sizes divide; with

@@ -72,7 +72,7 @@ def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
     class Noting(LMHead):
         def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
             seen.append(len(hidden))
-            return super().__call__(hidden)
+            return super().__call__(hidden).roll(rank * case["logits_differ"], -1)  # the first rank's are right
 
     target.lm_head = Noting(**vars(own))
     count = case["count"]

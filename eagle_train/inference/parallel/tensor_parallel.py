@@ -20,7 +20,7 @@ class Ranks:
     """The ranks of a process group; None: one process, without communication."""
 
     def __init__(self, group: Any = None, device: torch.device | str = "cpu", divided: bool = True):
-        """`divided`: each rank samples a part of the batch; False: each samples all rows."""
+        """`divided`: each rank samples a part of the batch; False: each samples all rows, and rank 0's count."""
         self.group, self.device, self.divided = group, device, divided and group is not None
         self.divided_head: Any = None  # a `DividedHead`, where the LM head is divided too
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -49,13 +49,17 @@ class Ranks:
         return lm_head(self.own(hidden)) if self.divided_head is None else self.divided_head.of_own_rows(hidden)
 
     def all(self, batch: int, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """All-gather results of the ranks' rows, int64 [R] or [R, W] each, as [A] or [A, W]; `batch` is A. One
-        collective for all tensors."""
-        if not self.divided:
+        """All-gather results of the ranks' rows, int64 [R] or [R, W] each, as [A] or [A, W]; `batch` is A. Where each
+        rank samples all rows, rank 0's: others may differ by rounding, as each chooses its kernels by its own times.
+        One collective for all tensors."""
+        if self.group is None:
             return own
         columns = torch.column_stack(own)
-        everyone = columns.new_empty(self.size * len(columns), columns.shape[1])
-        _all_gather(everyone, columns, group=self.group)
+        if self.divided:
+            everyone = columns.new_empty(self.size * len(columns), columns.shape[1])
+            _all_gather(everyone, columns, group=self.group)
+        else:
+            everyone = self.agreed(columns)
         parts = everyone[:batch].split([x[0].numel() for x in own], dim=1)
         return tuple(part.reshape(batch, *x.shape[1:]) for part, x in zip(parts, own, strict=True))
 

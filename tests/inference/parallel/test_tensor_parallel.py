@@ -39,6 +39,7 @@ def case(
     count: int,
     sampled: bool,
     drafts_differ: bool = False,
+    logits_differ: bool = False,
     guided: bool = False,
     short: bool = False,
     recorded: bool = False,
@@ -46,7 +47,7 @@ def case(
     **engine,
 ) -> dict:
     told = {"drafts_differ": drafts_differ, "guided": guided, "short": short, "recorded": recorded}
-    told["changed"] = changed
+    told |= {"changed": changed, "logits_differ": logits_differ}
     return {"family": family, "count": count, "sampled": sampled, **told, "engine": engine}
 
 
@@ -70,6 +71,10 @@ CASES = {
         case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **EVERYTHING, **DIVIDED),
         case("llama", 3, True, tree="chain3", compile=True, **DIVIDED),
         case("llama", 5, True, tree="n8", divide_sampling=False, **DIVIDED),
+        *(
+            case("llama", 5, sampled, logits_differ=True, tree="n8", divide_sampling=False, divide_lm_head=False)
+            for sampled in (False, True)
+        ),
         *(case(family, 3, True, recorded=True, tree="n8", max_batch_size=3) for family in ("llama", "mixtral")),
         case("llama", 5, True, drafts_differ=True, recorded=True, tree="chain3", max_batch_size=2),
         case("llama", 3, True, recorded=True, tree="n8", max_batch_size=3, **DIVIDED),
