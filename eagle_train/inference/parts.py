@@ -21,7 +21,7 @@ from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.prefix_cache import PrefixCache
 from eagle_train.inference.compiling import compile_rounds
 from eagle_train.inference.decode.adaptive import Adaptive
-from eagle_train.inference.decode.calibration import calibrated
+from eagle_train.inference.decode.calibration import calibrated, warm_up
 from eagle_train.inference.decode.dispatcher import Dispatcher, ReplacedPlans
 from eagle_train.inference.decode.graphs import check_graphs
 from eagle_train.inference.decode.recording import record_rounds
@@ -97,11 +97,11 @@ def build_parts(
             target = load_target(given, device)
     check_graphs(config.graphs, target.device, target.together, target.is_offloaded)
     with current(target.device):
-        return _of_loaded(target, draft, tree, config, acceptance)
+        return _of_loaded(target, draft, tree, config, acceptance, decodes)
 
 
 def _of_loaded(
-    target: Target, draft: AnyDraft, tree: Any, config: EngineConfig, acceptance: Acceptance | None
+    target: Target, draft: AnyDraft, tree: Any, config: EngineConfig, acceptance: Acceptance | None, decodes: bool
 ) -> Parts:
     """As `build_parts`."""
     drafters = _drafters(target, draft, config.draft_lm_head)
@@ -122,6 +122,9 @@ def _of_loaded(
     memory = BlockMemory(runner.stores, BlockPool(0), runner.ranks, config.kv_tokens)
     if _uses_graphs(config.graphs, target, runner.drafters):
         record(runner, memory, dispatcher, partial(CudaGraphs, target.device))
+    elif decodes and _has_own_kernels(target):
+        memory.reserve_least()
+        warm_up(runner, dispatcher)
     adaptive, plain = None, TreePlan(chain(0).to(target.device))
     if runner.drafters.by_name and (dispatcher.auto or config.gate):
         memory.reserve_least()
@@ -170,6 +173,11 @@ def _uses_graphs(graphs: bool | None, target: Target, drafters: Drafters) -> boo
     models = [target.model, *(() if only is None else only.models)]
     is_whole = target.together is None and not target.is_offloaded
     return target.device.type == "cuda" and is_whole and not any(map(_may_wait, models))
+
+
+def _has_own_kernels(target: Target) -> bool:
+    """Whether rounds may have kernels compiled and timed. An offloaded target's take longer for its weights to come."""
+    return target.device.type == "cuda" and not target.is_offloaded
 
 
 def _may_wait(model: torch.nn.Module) -> bool:

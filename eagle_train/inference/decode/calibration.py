@@ -1,10 +1,13 @@
-"""Times rounds of an engine without requests, for the cost model. Knows nothing of requests or acceptance.
+"""Runs rounds of an engine without requests: for kernels that are made at their first call, and, timed, for the cost
+model. Knows nothing of requests or acceptance.
 
 Shapes: A rows, N tree nodes.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,12 +20,61 @@ from eagle_train.inference.decode.recording import empty_round
 from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.row_trees import RowTrees
-from eagle_train.inference.decode.tree import Tree
+from eagle_train.inference.decode.tree import Tree, chain
 from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.inference.drafters.proposed import Proposed
 from eagle_train.inference.runner import Runner
+from eagle_train.ops.few_rows import MOST_ROWS
+from eagle_train.progress import progress
 
 _LONG, _TIMES = 256, 3  # tokens of a prompt that is read for its time, and how often
+_DIVIDED = 256  # slots of a row, of which attention on a GPU makes two parts (ops/paged.py)
+
+
+@torch.inference_mode()
+def warm_up(runner: Runner, dispatcher: Dispatcher) -> None:
+    """Run what an engine without recorded rounds may run of few tokens, once: kernels are compiled, and chosen by their
+    times for numbers of rows up to a power of two (ops/few_rows.py), at their first call, for which no request is to
+    wait.
+
+    Rounds are run of all plans and numbers of rows by powers of two, with tokens that drafters have to read likewise;
+    some with block tables of whole contexts, and prompts of up to the most tokens that are few.
+
+    The caches must have their reserved blocks."""
+    most, context = runner.config.max_batch_size, runner.target.max_positions
+    sizes = sorted({*_powers(most), *(size for size, _ in dispatcher.table if size < most)})
+    plans = dispatcher.plans(sizes)
+    if dispatcher.deepest > 0:
+        plain = TreePlan(chain(0).to(runner.target.device))  # any batch may go without drafts
+        plans += [(rows, plain) for rows in sizes]
+    jobs: list[Callable[[], None]] = [partial(_prefill, runner, each) for each in _powers(min(MOST_ROWS, context))]
+    for rows, plan in plans:
+        behind = _powers(dispatcher.deepest + 1) if plan.tree.num_nodes > 1 else [1]
+        for pending, slots in [*((each, 0) for each in behind), (behind[-1], _DIVIDED), (behind[-1], context)]:
+            jobs.append(partial(_run_empty, runner, plan, rows, pending, slots))
+    bar = progress(len(jobs), "round")
+    for done, job in enumerate(jobs, 1):
+        job()
+        bar.update(done)
+    bar.close()
+    runner.times.clear()
+
+
+def _powers(most: int) -> list[int]:
+    """The powers of two up to `most`, and `most`."""
+    return sorted({1 << i for i in range(most.bit_length())} | {most})
+
+
+def _run_empty(runner: Runner, plan: TreePlan, rows: int, pending: int, slots: int) -> None:
+    """The numbers as of `empty_round`."""
+    _run(runner, empty_round(runner, plan, rows=rows, pending=pending, slots=slots))
+
+
+def _prefill(runner: Runner, length: int) -> None:
+    """A prompt of so many tokens. Drafters that read texts are left out."""
+    seat = runner.drafters.seat(None)
+    prefix = Prefix.of([0], [[SCRATCH] * blocks_for(length)], runner.target.device)
+    runner.prefill(prefix, [[0] * length], None, [None if runner.drafters.reads_texts(seat) else seat])
 
 
 @torch.inference_mode()
@@ -32,7 +84,7 @@ def calibrated(runner: Runner, dispatcher: Dispatcher, plain: TreePlan) -> Adapt
 
     The caches must have their reserved blocks."""
     most = runner.config.max_batch_size
-    sizes = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
+    sizes = _powers(most)
     chosen = [plan for _, plan in dispatcher.plans([size for size, _ in dispatcher.table])]
     plans = dict.fromkeys(plan for plan in chosen if plan.tree.max_depth > 0)
 

@@ -135,13 +135,15 @@ def empty_round(
     rows: int = 1,
     pending: int = 1,
     ragged: bool = True,
+    slots: int = 0,
 ) -> RoundInputs:
     """A round of rows without tokens, which write to the SCRATCH block; all have the default drafter. `pending`: tokens
-    that each has for it to read. `ragged`: the rows' lengths may differ."""
+    that each has for it to read. `ragged`: the rows' lengths may differ. `slots`: for which their block tables have
+    room, or for more."""
     device = runner.target.device
     zeros = torch.zeros(rows, 1, dtype=torch.long, device=device)
     counts = torch.full_like(zeros[:, 0], pending)
-    blocks = zeros.new_full((rows, blocks_for(pending + plan.tree.num_nodes)), SCRATCH)
+    blocks = zeros.new_full((rows, blocks_for(max(slots, pending + plan.tree.num_nodes))), SCRATCH)
     longest = blocks_for(pending) * BLOCK
     prefix, read = (PagedPrefix(length, blocks, longest, ragged=ragged) for length in (counts - 1, counts * 0))
     hidden = torch.zeros(rows, pending, runner.width, dtype=runner.target.dtype, device=device)

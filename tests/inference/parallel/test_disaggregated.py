@@ -58,8 +58,9 @@ def root(tmp_path_factory) -> Path:
 
 def test_a_server_makes_nothing_for_rounds(monkeypatch):
     """It has none: recordings would take minutes, and most of a GPU's memory for good."""
-    for name in ("record", "calibrated"):
+    for name in ("warm_up", "record", "calibrated"):
         monkeypatch.setattr(parts, name, None)
+    monkeypatch.setattr(parts, "_has_own_kernels", lambda target: True)
     config = PrefillServer(shared_target("gemma2"), a_draft(), gate=True, compile=True)._parts.config
     assert (config.graphs, config.compile, config.compile_sampling, config.gate) == (False,) * 4
 
