@@ -31,6 +31,8 @@ SIDES = ("data", "files", "votes")
 # What launchers, clusters and terminals stop a job with. All its processes may be sent it; its ranks alone see to it.
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
+# How many processes srun and the launchers of MPI say that they started.
+_STARTED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LONGEST_WAIT = timedelta(days=7)  # at a job's end, for a first rank that still works alone; launchers end what hangs
 _ERROR_WAIT = timedelta(minutes=1)  # for ranks that are to meet the same error, and may not
 
@@ -159,7 +161,15 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
 
 
 def place() -> tuple[int, int]:
-    """This process's rank and the number of them, as the environment says. Raises UserError where that cannot be."""
+    """This process's rank and the number of them, as the environment says. Raises UserError where that cannot be, and
+    where srun or mpirun started several processes that know no rank: each would be a run of its own."""
+    for name in _STARTED if "RANK" not in os.environ else ():
+        number = os.environ.get(name, "")
+        check(
+            not number.isdigit() or int(number) < 2,
+            f"{name}={number}, and RANK is not set: these would be {number} runs that know nothing of one another; "
+            "start one job with launch/slurm/train.sbatch or torchrun, or give each RANK=0 WORLD_SIZE=1 for runs apart",
+        )
     rank, size = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     sound = rank.isdigit() and size.isdigit() and int(rank) < int(size)
     check(sound, f"RANK={rank}, WORLD_SIZE={size}: must be whole numbers, RANK below WORLD_SIZE; a launcher sets them")

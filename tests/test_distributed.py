@@ -30,6 +30,24 @@ def test_an_environment_that_cannot_be(monkeypatch, environment, message):
         distributed.place()
 
 
+def test_several_processes_without_ranks_are_no_job(monkeypatch):
+    """Those of srun and mpirun; one of them alone, or a shell within an allocation, goes on."""
+    counts = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *counts):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # of the allocation
+    for name in counts:
+        monkeypatch.setenv(name, "1")
+        assert distributed.place() == (0, 1)
+        monkeypatch.setenv(name, "8")
+        with pytest.raises(UserError, match=f"^{name}=8, and RANK is not set: .* launch/slurm/train.sbatch"):
+            distributed.place()
+        monkeypatch.setenv("RANK", "0")
+        assert distributed.place() == (0, 1)
+        monkeypatch.delenv("RANK")
+        monkeypatch.delenv(name)
+
+
 @pytest.mark.parametrize(
     ("hosts", "size"),
     [

@@ -31,7 +31,7 @@ command = sys.argv[1 + len(options):]
 log = next(option for option in options if option.startswith("--output=")).removeprefix("--output=")
 ranks = []
 for rank in range(int(os.environ["SLURM_NTASKS"])):
-    variables = os.environ | {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}}
+    variables = os.environ | {{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2"}}
     file = open(log.replace("%t", str(rank)), "ab")
     ranks.append(subprocess.Popen(command, env=variables, stdout=file, stderr=file))
 signal.signal(signal.SIGUSR2, lambda *_: [rank.send_signal(signal.SIGUSR1) for rank in ranks])
