@@ -184,6 +184,24 @@ def test_a_preempted_job_is_queued_again_and_goes_on(cluster, tmp_path):
     assert [record["step"] for record in read_jsonl(out / "metrics.jsonl")] == list(range(1, done + 4))
 
 
+def stub(cluster: dict[str, str], name: str, text: str) -> None:
+    (Path(cluster["STUB"]) / name).write_text("#!/bin/bash\n" + text)
+
+
+@pytest.mark.parametrize(("step", "status"), [("exit 75", 75), ("exit 3", 3), ("kill -KILL $$", 137)])
+def test_a_step_that_ends_while_it_is_told_to_keeps_its_status(cluster, step, status):
+    """The signal interrupts the script's `wait`, and when that is over there is no step to wait for."""
+    stub(cluster, "srun", f"trap '{step}' USR2\necho $$ >$STUB/srun.pid\nwhile true; do sleep 0.05; done\n")
+    ended = 'kill -USR2 "$(cat $STUB/srun.pid)"\nwhile kill -0 "$(cat $STUB/srun.pid)" 2>/dev/null; do sleep 0.05; done\n'
+    stub(cluster, "scancel", ended)
+    job = submit(cluster)
+    while not (Path(cluster["STUB"]) / "srun.pid").is_file():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    assert wait(job)[0] == status
+    assert (Path(cluster["STUB"]) / "requeued").exists() == (status == 75)
+
+
 def test_the_first_rank_to_fail_ends_the_job_with_its_reason(cluster, tmp_path, capfd):
     """The other waits for it in vain, till it is killed or finds it gone; a mistake that all make is told as well."""
     save_target(tmp_path / "target")
