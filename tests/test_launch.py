@@ -134,7 +134,7 @@ def test_vllm_is_not_installed_twice(tmp_path):
 def free_job() -> str:
     """The id of a job whose port is nobody's: the one that train.sbatch makes of it."""
     script = (ROOT / "launch/slurm/train.sbatch").read_text()
-    first, number = map(int, re.search(r"MASTER_PORT=\$\(\((\d+) \+ SLURM_JOB_ID % (\d+)\)\)", script).groups())
+    first, number = map(int, re.search(r"port=\$\(\((\d+) \+ \(SLURM_JOB_ID \+ .*\) % (\d+)\)\)", script).groups())
     assert 10_000 <= number <= 32_768 - first  # from 32768 on the system gives ports out
     return str(free_port(first) - first)
 
@@ -200,6 +200,21 @@ def test_a_step_that_ends_while_it_is_told_to_keeps_its_status(cluster, step, st
     job.send_signal(signal.SIGTERM)
     assert wait(job)[0] == status
     assert (Path(cluster["STUB"]) / "requeued").exists() == (status == 75)
+
+
+NOTES = "echo $MASTER_PORT >>$STUB/ports\necho ${@: -1} >$STUB/last\n"  # instead of srun
+
+
+def test_a_job_that_is_queued_again_meets_at_another_port(cluster):
+    stub(cluster, "srun", NOTES)
+    cluster |= {"SLURM_JOB_ID": "23999"}
+    cluster.pop("MASTER_PORT", None)
+    for restarts in ({}, {"SLURM_RESTART_COUNT": "0"}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "13"}):
+        assert wait(submit(cluster | restarts)) == [0]
+    assert wait(submit(cluster | {"SLURM_RESTART_COUNT": "1", "MASTER_PORT": "29500"})) == [0]
+    *own, given = Path(cluster["STUB"], "ports").read_text().split()
+    assert own == ["31999", "31999", "20996", "20960"]
+    assert given == "29500"
 
 
 def test_the_first_rank_to_fail_ends_the_job_with_its_reason(cluster, tmp_path, capfd):
