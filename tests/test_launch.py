@@ -217,6 +217,13 @@ def test_a_job_that_is_queued_again_meets_at_another_port(cluster):
     assert given == "29500"
 
 
+def test_a_job_that_is_queued_again_resumes_whatever_it_was_given(cluster):
+    stub(cluster, "srun", NOTES)
+    for restarts, last in (("0", "train.resume=false"), ("2", "train.resume=true")):
+        assert wait(submit(cluster | {"SLURM_RESTART_COUNT": restarts}, "seed=1", "train.resume=false")) == [0]
+        assert Path(cluster["STUB"], "last").read_text() == last + "\n"
+
+
 def test_the_first_rank_to_fail_ends_the_job_with_its_reason(cluster, tmp_path, capfd):
     """The other waits for it in vain, till it is killed or finds it gone; a mistake that all make is told as well."""
     save_target(tmp_path / "target")
