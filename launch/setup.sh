@@ -24,13 +24,20 @@ find_python() {
   return 1
 }
 
-set_up() {
-  local extra="${1:-}" venv="${VENV:-.venv}" constraints="${CONSTRAINTS:-launch/constraints.txt}" stamp stamps wanted python
-  stamp="$venv/.installed${extra:+-$extra}"
-  wanted=$(cat pyproject.toml "$constraints" | cksum)
-  stamps=("$stamp")
+wanted() { # what a finished installation notes
+  cat pyproject.toml "${CONSTRAINTS:-launch/constraints.txt}" | cksum
+}
+
+is_set_up() {
+  local extra="${1:-}" venv="${VENV:-.venv}" stamps
+  stamps=("$venv/.installed${extra:+-$extra}")
   [ -n "$extra" ] || stamps+=("$venv"/.installed-*) # which have more
-  if ! grep -qsxF "$wanted" "${stamps[@]}"; then
+  grep -qsxF "$(wanted)" "${stamps[@]}"
+}
+
+set_up() {
+  local extra="${1:-}" venv="${VENV:-.venv}" constraints="${CONSTRAINTS:-launch/constraints.txt}" python
+  if ! is_set_up "$extra"; then
     if [ ! -x "$venv/bin/python" ]; then
       python=$(find_python)
       echo "creating $venv with $("$python" --version)"
@@ -39,7 +46,7 @@ set_up() {
     echo "installing eagle_train${extra:+ with its $extra dependencies} into $venv (some minutes the first time)"
     # Python compiles a module when it is first imported; of those installed, most never are.
     "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check -c "$constraints" -e ".${extra:+[$extra]}"
-    echo "$wanted" >"$stamp"
+    wanted >"$venv/.installed${extra:+-$extra}"
   fi
   PATH="$(cd "$venv/bin" && pwd):$PATH"
   export PATH

@@ -8,6 +8,11 @@
 #   JOB         a name that is theirs alone (eagle)
 #   GRACE       seconds that the processes have to write a checkpoint after SIGTERM, SIGINT, SIGHUP or SIGUSR1 (900)
 . "$(dirname "$0")/setup.sh"
+if [ "${NODES:-1}" -gt 1 ] && ! is_set_up; then
+  echo "error: NODES=$NODES: ${VENV:-.venv} is not set up, and all nodes would do it at once; run 'bash launch/setup.sh' once" \
+    "(on each node, if they share no disk), then start again" >&2
+  exit 1
+fi
 set_up
 processes="${PROCESSES:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
 if [ "${NODES:-1}" -gt 1 ]; then

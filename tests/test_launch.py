@@ -192,8 +192,8 @@ def stub(cluster: dict[str, str], name: str, text: str) -> None:
 def test_a_step_that_ends_while_it_is_told_to_keeps_its_status(cluster, step, status):
     """The signal interrupts the script's `wait`, and when that is over there is no step to wait for."""
     stub(cluster, "srun", f"trap '{step}' USR2\necho $$ >$STUB/srun.pid\nwhile true; do sleep 0.05; done\n")
-    ended = 'kill -USR2 "$(cat $STUB/srun.pid)"\nwhile kill -0 "$(cat $STUB/srun.pid)" 2>/dev/null; do sleep 0.05; done\n'
-    stub(cluster, "scancel", ended)
+    ended = 'kill -USR2 "$step"\nwhile kill -0 "$step" 2>/dev/null; do sleep 0.05; done\n'
+    stub(cluster, "scancel", 'step="$(cat "$STUB/srun.pid")"\n' + ended)
     job = submit(cluster)
     while not (Path(cluster["STUB"]) / "srun.pid").is_file():
         time.sleep(0.02)
@@ -321,6 +321,16 @@ def two_nodes(torchrun: Launcher, steps: int, out: Path, **more: str) -> list[su
     return [
         torchrun(steps, out, "parallel.target=fsdp2", "parallel.target_shard_size=2", **variables) for _ in range(2)
     ]
+
+
+def test_nodes_do_not_all_set_up_one_directory_at_once(torchrun, tmp_path, capfd):
+    (tmp_path / ".venv/.installed").write_text("of another version\n")
+    (tmp_path / ".venv/bin/python").write_text("#!/bin/bash\necho called >>calls\n")
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    assert wait(*two_nodes(torchrun, 3, tmp_path / "nodes")) == [1, 1]
+    told = capfd.readouterr().err
+    assert told.count("error: NODES=2: .venv is not set up, and all nodes would do it at once; run 'bash launch/") == 2
+    assert not (tmp_path / "calls").exists()
 
 
 def test_two_nodes_train_as_one_process_does(torchrun, tmp_path, monkeypatch):
