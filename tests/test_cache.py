@@ -286,6 +286,17 @@ def test_any_number_of_ranks_reads_what_any_wrote(root, caches, online, tmp_path
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("command", ["cache", "train"])
+def test_ranks_that_compute_in_different_dtypes_are_told_to_name_one(root, tmp_path, command):
+    """One node computes in bf16, and the other does not; what one made would not be what the other makes."""
+    given = words(root, "eagle", "parallel=ddp", "target.dtype=auto", f"out={tmp_path / 'out'}")
+    told = r"error: target.dtype=auto: bfloat16 on \S+, float32 on \S+, by what .*; give target.dtype=float32, which"
+    with pytest.raises(AssertionError, match=told):
+        start_ranks(2, "cache_job", command, given, (1,))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ranks
 def test_a_cache_that_goes_on_is_read_by_its_first_rank_alone(root, tmp_path):
     """The second one cannot read what is there (cache_job.py), and knows it all the same."""
     given = words(root, "eagle", "parallel=ddp", "train.micro_batch_rows=1", f"out={tmp_path / 'cache'}")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from eagle_train import hardware
+from eagle_train.distributed import CommonError, World
 from eagle_train.hardware import computes_bf16, computes_fp8, low_precision, warn_of_emulation
 from eagle_train.models.loading import TargetConfig, load_target, training_dtype
 from eagle_train.ops import attention
@@ -54,6 +55,17 @@ def test_training_and_attention_ask_it(made_for, monkeypatch, has):
     q, k = torch.randn(1, 2, 5, 8).bfloat16(), torch.randn(1, 1, 5, 8).bfloat16()
     attention.causal_attention(q, k, k, attention.Rule(0.3))
     assert bool(asked) == has
+
+
+def test_ranks_train_in_one_dtype(made_for, monkeypatch):
+    made_for(False)
+    ranks, others = World(size=2), [("float32", "b")]
+    monkeypatch.setattr(World, "exchange", lambda self, own: [own, *others])
+    assert training_dtype(TargetConfig("x"), "cpu", ranks).dtype == "float32"
+    others[:] = [("bfloat16", "b")]
+    assert training_dtype(TargetConfig("x", dtype="bfloat16"), "cpu", ranks).dtype == "bfloat16"
+    with pytest.raises(CommonError, match=r"^target.dtype=auto: bfloat16 on b, float32 on .*; give target.dtype="):
+        training_dtype(TargetConfig("x"), "cpu", ranks)
 
 
 @pytest.mark.parametrize("has", [True, False])

@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ def build_cache(run: Run, world: World) -> Built:
 def _built(run: Run, world: World, out: Path) -> Built:
     check(run.cache.plan or not out.exists(), f"out={out}: exists; give another directory, remove it, or verify=true")
     check_found(run.data)
+    run = replace(run, target=training_dtype(run.target, resolve_device(run.cache.device), world))
     begun = world.by_main(lambda: _Begun.at(partial_of(out)))
     run.data.date = world.agreed(run.data.date or begun.made_of.get("data.date") or today())
     renderer = renderer_of(run.target, run.data, run.hf_config)
@@ -84,8 +85,7 @@ def _built(run: Run, world: World, out: Path) -> Built:
 
 def _told(run: Run, renderer: ChatRenderer, world: World) -> Size:
     """The size of the whole cache, which is logged."""
-    name = training_dtype(run.target, resolve_device(run.cache.device)).dtype
-    computed = DTYPES[name]
+    computed = DTYPES[run.target.dtype]
     assert computed is not None  # `training_dtype` leaves no auto
     walk = new_walk(run, Stream(run.data, renderer, run.train.micro_batch_rows, world), set())
     for rows in world.by_each(lambda: _heldout(run, renderer)):
@@ -139,7 +139,8 @@ def _shard(path: Path) -> Shard:
 
 
 class _Build:
-    """One rank's part of a build, its target loaded. `written`: tokens that this rank has written."""
+    """One rank's part of a build, its target loaded in the dtype of `run`, which is no auto. `written`: tokens that
+    this rank has written."""
 
     def __init__(self, run: Run, renderer: ChatRenderer, world: World, begun: _Begun):
         self.run, self.renderer, self.out = run, renderer, Path(run.cache.out)
@@ -148,8 +149,7 @@ class _Build:
         parts = run.target, run.hf_config, run.draft, run.train, run.optim
         parallel, self.world = divided(run.parallel, world, device, *parts, run.data.row_tokens)
         check_placement(run.target, run.hf_config, parallel.target, self.world.shard_size)
-        loaded = training_dtype(run.target, device)
-        self.target: Target = load_target(loaded, device, parallel.target, self.world)
+        self.target: Target = load_target(run.target, device, parallel.target, self.world)
         self.embedding_scale = self.target.embedding_scale()
         if run.train.target_quant == "fp8":
             round_target(self.target, self.world)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -27,7 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from eagle_train.distributed import ALONE, World
+from eagle_train.distributed import ALONE, CommonError, World
 from eagle_train.errors import UserError, check, foreign, one_line, shown
 from eagle_train.hardware import computes_fp8, low_precision, resolve_device, warn_of_emulation
 from eagle_train.models.checkpoint_quantisation import check_quantization_config, quantization_config_of
@@ -334,10 +335,20 @@ def default_dtype(device: torch.device | str) -> torch.dtype:
     return torch.float32 if torch.device(device).type == "cpu" else low_precision(device)
 
 
-def training_dtype(config: TargetConfig, device: torch.device | str) -> TargetConfig:
-    """`auto` as training means it: bf16 where the device is made for it, else fp32."""
-    name = str(low_precision(device)).removeprefix("torch.")
-    return replace(config, dtype=name) if config.dtype == "auto" else config
+def training_dtype(config: TargetConfig, device: torch.device | str, world: World = ALONE) -> TargetConfig:
+    """`auto` as training means it: bf16 where the device is made for it, else fp32.
+
+    All ranks call it. Raises CommonError where their devices are made for different ones: ranks would add gradients of
+    different precision, and hold parts of one target in two.
+    """
+    if config.dtype != "auto":
+        return config
+    own = str(low_precision(device)).removeprefix("torch.")
+    hosts = dict(world.exchange((own, socket.gethostname())))
+    told = ", ".join(f"{name} on {host}" for name, host in sorted(hosts.items()))
+    problem = f"target.dtype=auto: {told}, by what their hardware computes in; give target.dtype=float32"
+    check(len(hosts) == 1, f"{problem}, which all do, or take nodes of one kind", CommonError)
+    return replace(config, dtype=own)
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

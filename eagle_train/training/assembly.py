@@ -79,6 +79,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     target_config = build(TargetConfig, config.target, "target")
     hf_config, device = load_config(target_config), resolve_device(config.device)
     check_job(train, optim, parallel, data, target_config, hf_config, world.size, config.device)
+    if not target_config.cached:  # what a cache was computed in is in its header
+        target_config = training_dtype(target_config, device, world)
     settings: Any = OmegaConf.to_container(config.draft)
     planned = planned_config(hf_config, settings)  # raises where the draft cannot be made
     check_lesson(train, planned)
@@ -143,9 +145,7 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
 
 def _loaded(config: TargetConfig, device: str, parallel: ParallelConfig, world: World) -> TargetEnds:
     """The target, or what a cache of its states holds of it. Raises UserError."""
-    if config.cached:
-        return load_cached(config, device)
-    return load_target(training_dtype(config, device), device, parallel.target, world)
+    return load_cached(config, device) if config.cached else load_target(config, device, parallel.target, world)
 
 
 def tell_unserved(draft: DraftConfig) -> None:
@@ -179,7 +179,8 @@ def divided(
     row_tokens: int,
 ) -> tuple[ParallelConfig, World]:
     """`parallel` with its choices made (`chosen`), by the memory of the smallest GPU, and the ranks that hold weights
-    together. A CPU's memory is taken to suffice. All ranks call it. Raises UserError.
+    together. A CPU's memory is taken to suffice. `target`: its dtype is no auto, but for a cache's. All ranks call it.
+    Raises UserError.
     """
 
     def fits(each: ParallelConfig) -> bool:
@@ -188,8 +189,8 @@ def divided(
     if device != "cpu":
         own = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         cluster = ClusterConfig(memory_gib=min(world.exchange(own)) / GIB)
-        dtype = cached_dtype(target) or DTYPES[training_dtype(target, device).dtype]
-        assert dtype is not None  # `training_dtype` leaves no auto
+        dtype = cached_dtype(target) or DTYPES[target.dtype]
+        assert dtype is not None
         run = PlannedRun(target, hf_config, draft, train, optim, cluster, row_tokens, world.size, dtype)
     parallel = chosen(parallel, world.size, world.node, fits)
     return parallel, world.divided(parallel.target_shard_size_of(world.size), parallel.draft_shard_size_of(world.size))
