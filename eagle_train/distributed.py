@@ -194,17 +194,13 @@ def start(device: str, shard_size: int | None = 1, timeout_minutes: float = 30.0
     `shard_size` does not divide the ranks, or where there are more ranks than GPUs.
     """
     rank, size = place()
-    local_rank, shard_size = int(os.environ.get("LOCAL_RANK", 0)), size if shard_size is None else shard_size
+    shard_size = size if shard_size is None else shard_size
     check(
         shard_size >= 1 and size % shard_size == 0,
         f"parallel.target_shard_size={shard_size}: must divide the number of processes, {size}",
     )
     if device == "cuda":
-        gpus = torch.cuda.device_count()
-        check(
-            local_rank < gpus, f"{local_rank + 1} or more processes on a node with {gpus} GPUs: start one for each GPU"
-        )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(_own_gpu(torch.cuda.device_count()))
     if size == 1 and not group:
         return ALONE
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -217,6 +213,32 @@ def start(device: str, shard_size: int | None = 1, timeout_minutes: float = 30.0
     sides = {side: dist.new_group(backend="gloo", timeout=timeout) for side in SIDES}
     world = World(rank, size, mesh=mesh, sides=sides)
     return replace(world, node=_node_size(world.exchange(socket.gethostname()))).divided(shard_size)
+
+
+def _own_gpu(visible: int) -> int:
+    """Which of the GPUs that this process sees is its own. Raises UserError where none is.
+
+    Of a task of Slurm's to which its one GPU is bound, that one; LOCAL_RANK, by which libraries choose theirs too, says
+    so from then on.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank > 0 and visible == 1 and _has_bound_gpu():
+        os.environ["LOCAL_RANK"] = "0"
+        return 0
+    check(
+        local_rank < visible,
+        f"LOCAL_RANK={local_rank}: this process sees {visible} GPUs: start a process for each GPU of a node, which sees "
+        "them all, as Slurm's --gpus-per-node has it",
+    )
+    return local_rank
+
+
+def _has_bound_gpu() -> bool:
+    """Whether Slurm started this very process, a rank of the job, with GPUs that no other of its tasks sees."""
+    names = (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID"))
+    is_task = all(os.environ.get(own) == os.environ.get(of_task) for own, of_task in names)
+    by_task = "SLURM_GPUS_PER_TASK" in os.environ or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
+    return is_task and by_task
 
 
 def _node_size(hosts: list[str]) -> int:

@@ -48,6 +48,39 @@ def test_several_processes_without_ranks_are_no_job(monkeypatch):
         monkeypatch.delenv(name)
 
 
+TASK = {"RANK": "7", "LOCAL_RANK": "3", "SLURM_PROCID": "7", "SLURM_LOCALID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible", "gpu"),
+    [
+        ({}, 1, 0),
+        ({"LOCAL_RANK": "3"}, 4, 3),
+        (TASK, 8, 3),
+        (TASK | {"SLURM_GPUS_PER_TASK": "1"}, 1, 0),
+        (TASK | {"SLURM_TRES_PER_TASK": "cpu=8,gres/gpu:h100=1"}, 1, 0),
+        (TASK | {"SLURM_GPUS_PER_TASK": "1"}, 8, 3),  # bound, and all of them are seen
+        ({"LOCAL_RANK": "3"}, 1, None),
+        (TASK, 1, None),  # --gpus-per-node=1: the tasks of a node see the same one
+        (TASK | {"SLURM_TRES_PER_TASK": "cpu=8"}, 1, None),
+        (TASK | {"SLURM_GPUS_PER_TASK": "1", "SLURM_LOCALID": "0"}, 1, None),  # torchrun in a task
+        (TASK | {"SLURM_GPUS_PER_TASK": "2"}, 2, None),
+    ],
+)
+def test_the_gpu_of_a_rank(monkeypatch, environment, visible, gpu):
+    for name in (*TASK, "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if gpu is None:
+        told = f"^LOCAL_RANK=3: this process sees {visible} GPUs: .* as Slurm's --gpus-per-node has it$"
+        with pytest.raises(UserError, match=told):
+            distributed._own_gpu(visible)
+        return
+    assert distributed._own_gpu(visible) == gpu
+    assert distributed.os.environ.get("LOCAL_RANK", "0") == str(gpu)
+
+
 @pytest.mark.parametrize(
     ("hosts", "size"),
     [
