@@ -227,8 +227,8 @@ def _own_gpu(visible: int) -> int:
         return 0
     check(
         local_rank < visible,
-        f"LOCAL_RANK={local_rank}: this process sees {visible} GPUs: start a process for each GPU of a node, which sees "
-        "them all, as Slurm's --gpus-per-node has it",
+        f"LOCAL_RANK={local_rank}: this process sees {visible} GPUs: start a process for each GPU of a node, each of "
+        "which sees them all, as Slurm's --gpus-per-node has it",
     )
     return local_rank
 
