@@ -7,7 +7,8 @@ which target it is for, so the target is given. Knows nothing of our own artifac
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from eagle_train.artifacts.foreign_eagle3 import (
     positions_of,
     trains_embedding,
 )
-from eagle_train.artifacts.foreign_formats import other_format
-from eagle_train.artifacts.foreign_medusa import has_medusa_heads, load_medusa
-from eagle_train.artifacts.tensors import load_tensors
+from eagle_train.artifacts.foreign_formats import NotRead, other_format
+from eagle_train.artifacts.foreign_medusa import has_medusa_heads, load_medusa, medusa_tensors
+from eagle_train.artifacts.tensors import TensorError, load_tensors, same_weight
 from eagle_train.drafts import Draft, Eagle3Draft, EagleConfig, EagleDraft
 from eagle_train.drafts.layouts import TOKEN_MAP, WEIGHTS
 from eagle_train.drafts.rope import ROPE_KEYS, is_positive, wanted_of, without_sections
@@ -63,84 +64,123 @@ _BIASES = {
 _SHARED = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}  # of the target, which some files repeat
 
 
-def load_foreign(directory: Path, target: Target) -> Draft:
-    """The draft in fp32. Raises UserError for anything but EAGLE-1, EAGLE-3, P-EAGLE and Medusa drafts for this
-    target."""
+class OtherTarget(UserError):
+    """A draft whose file repeats an embedding or an LM head that is not the target's."""
+
+
+def load_foreign(directory: Path, target: Target, field: str = "checkpoint") -> Draft:
+    """The draft in fp32. `field` names the directory in errors. Raises UserError for anything but EAGLE-1, EAGLE-3,
+    P-EAGLE and Medusa drafts for this target: NotRead where we run no such draft, TensorError for a damaged file,
+    OtherTarget."""
+    place = f"{field}={directory}"
     if has_medusa_heads(directory):
-        return load_medusa(directory, target)
-    values = _read_config(directory)
-    tensors = {_common_name(name): tensor for name, tensor in _read_files(directory).items()}
+        return load_medusa(directory, target, place)
+    values = _read_config(directory, place)
+    tensors = {common_name(name): tensor for name, tensor in _read_files(directory, place).items()}
     tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb" not in name}  # computed from the config
-    what = "fuses no layers (eagle_config.use_aux_hidden_state is false)" if fuses_none(values) else "is no EAGLE draft"
-    check("fc.weight" in tensors, f"checkpoint={directory}: has no fc.weight, so it {what}")
     is_quantised = "quantization_config" in values or any(_is_in_few_bits(*each) for each in tensors.items())
-    check(not is_quantised, f"checkpoint={directory}: is quantised; give the unquantised draft")
+    check(not is_quantised, f"{place}: is quantised; give the unquantised draft", NotRead)
+    what = "fuses no layers (eagle_config.use_aux_hidden_state is false)" if fuses_none(values) else "is no EAGLE draft"
+    lost = not fuses_none(values) and _is_eagle(values, tensors)
+    check("fc.weight" in tensors or not lost, f"{place}: has no fc.weight, which every EAGLE draft has", TensorError)
+    check("fc.weight" in tensors, f"{place}: has no fc.weight, so it {what}", NotRead)
     tensors = _without_zero_biases(tensors)
     if any(mark in name for name in tensors for mark in _EAGLE3):
-        return _eagle3(directory, values, tensors, target)
+        return _eagle3(place, values, tensors, target)
     for key in _PARTIAL_VOCAB:
         size, given = values["vocab_size"], values.get(key)
         whole = given in (None, size)
-        check(whole, f"checkpoint={directory}: {key} is {given} in config.json; give a draft with all {size} tokens")
+        check(whole, f"{place}: {key} is {given} in config.json; give a draft with all {size} tokens", NotRead)
     normed = "embedding_layernorm.weight" in tensors
-    check(
-        not normed, f"checkpoint={directory}: has a norm after the embedding (layernorms), which our drafts do not have"
-    )
+    check(not normed, f"{place}: has a norm after the embedding (layernorms), which our drafts do not have", NotRead)
     norms = {name for name in ("norm.weight", "layers.0.input_layernorm.weight") if name in tensors}
     check(
         len(norms) != 1,
-        f"checkpoint={directory}: has {' '.join(norms)}, but not the other of the first layer's input norm and the "
+        f"{place}: has {' '.join(norms)}, but not the other of the first layer's input norm and the "
         "final norm; give a draft with both or none",
     )
+    vocabulary = _token_map(directory, place)
+    with _config_of(place):
+        llama = _llama_of(values)
+        _check_target(llama, target)
     for name, what in _SHARED.items():
         is_trained = what == "embedding" and trains_embedding(values)
-        refuse_other(name, what, tensors.pop(name, None), target, directory, is_trained)
-    try:
-        draft = EagleDraft(_shape_of(values, tensors, target, _token_map(directory)))
-    except UserError as error:
-        raise UserError(f"checkpoint={directory}: config.json: {error}") from error
-    load_tensors(draft, tensors, f"checkpoint={directory}")
+        refuse_other(name, what, tensors.pop(name, None), target, place, is_trained)
+    with _config_of(place):
+        draft = EagleDraft(_shape_of(values, llama, tensors, target, vocabulary))
+    load_tensors(draft, tensors, place)
     return draft
 
 
-def _eagle3(directory: Path, values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> Eagle3Draft:
+def _eagle3(place: str, values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target) -> Eagle3Draft:
     """An EAGLE-3 or P-EAGLE draft, from the part of its config.json that describes it and its tensors by their common
     names."""
-    embedding = tensors.pop("embed_tokens.weight", None)
-    refuse_other("embed_tokens.weight", "embedding", embedding, target, directory, trains_embedding(values))
-    place = f"checkpoint={directory}"
-    try:
+    with _config_of(place):
         llama = _llama_of(values)
         _check_target(llama, target)
+    embedding = tensors.pop("embed_tokens.weight", None)
+    refuse_other("embed_tokens.weight", "embedding", embedding, target, place, trains_embedding(values))
+    with _config_of(place):
         draft = eagle3_config(values, llama, tensors, target).module()
-    except UserError as error:
-        raise UserError(f"{place}: config.json: {error}") from error
     load_tensors(draft, eagle3_tensors(tensors, draft.config, target, place), place)
     return draft
 
 
+def foreign_tensors(directory: Path, field: str) -> dict[str, torch.Tensor]:
+    """All tensors of a draft that others trained, by its file's own names, as `load_foreign` reads them."""
+    place = f"{field}={directory}"
+    return medusa_tensors(directory, place) if has_medusa_heads(directory) else _read_files(directory, place)
+
+
+def stated_context(directory: Path, field: str) -> int | None:
+    """The longest context of a draft that others trained, by its config.json: engines cut requests to it. None where
+    nothing says it."""
+    if has_medusa_heads(directory):
+        return None
+    return _read_config(directory, f"{field}={directory}").get("max_position_embeddings")
+
+
+@contextmanager
+def _config_of(place: str) -> Iterator[None]:
+    """A mistake that is found meanwhile is one of config.json."""
+    try:
+        yield
+    except NotRead as error:
+        raise NotRead(f"{place}: config.json: {error}") from error
+    except UserError as error:
+        raise UserError(f"{place}: config.json: {error}") from error
+
+
+def _is_eagle(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether it says so, or has a tensor that EAGLE-3's drafts alone have."""
+    classes = values.get("architectures")
+    names = [*(classes if isinstance(classes, list) else []), values.get("speculators_model_type")]
+    said = any("eagle" in str(name).lower() for name in names)
+    return said or any(mark in name for name in tensors for mark in _EAGLE3)
+
+
 def _check_target(llama: LlamaConfig, target: Target) -> None:
-    """Raise UserError for a draft of other sizes than the target's."""
+    """Raise NotRead for a draft of other sizes than the target's."""
     for name, own in (("hidden_size", target.identity.hidden_size), ("vocab_size", target.identity.vocab_size)):
         given = getattr(llama, name)
-        check(given == own, f"{name} is {given}, and {own} in target {target.name}")
+        check(given == own, f"{name} is {given}, and {own} in target {target.name}", NotRead)
 
 
-def _common_name(name: str) -> str:
+def common_name(name: str) -> str:
     """A tensor's name in the common layout, without prefixes."""
     name = _NUMBERED.sub("layers.", _PREFIX.sub("", name))
     theirs = next((begin for begin in _RENAMED if name.startswith(begin)), None)
     return name if theirs is None else _RENAMED[theirs] + name.removeprefix(theirs)
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    values = read_mapping(directory / "config.json", f"checkpoint={directory}")
+def _read_config(directory: Path, place: str) -> dict[str, Any]:
+    values = read_mapping(directory / "config.json", place)
     other = other_format(values)
-    check(other is None, f"checkpoint={directory}: is {other}; eagle-export reads EAGLE, EAGLE-3, P-EAGLE and Medusa")
-    return _draft_part(values, directory)
+    check(other is None, f"{place}: is {other}; EAGLE, EAGLE-3, P-EAGLE and Medusa are read", NotRead)
+    return _draft_part(values, place)
 
 
-def _draft_part(values: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _draft_part(values: dict[str, Any], place: str) -> dict[str, Any]:
     """The part of a config.json that describes the draft's layers: all of it, or its part under one of `_NESTED`.
 
     Null values are dropped. Raises UserError for a missing number that has no common default.
@@ -150,9 +190,9 @@ def _draft_part(values: dict[str, Any], directory: Path) -> dict[str, Any]:
         values = {key: value for key, value in values.items() if key in (*_OUTER, *OF_EAGLE3)} | values[inner]
     values = {key: value for key, value in values.items() if value is not None}
     missing = [key for key in _NEEDED if key not in values]
-    check(not missing, f"checkpoint={directory}: config.json has no {', '.join(missing)}")
+    check(not missing, f"{place}: config.json has no {', '.join(missing)}")
     act = values.get("hidden_act", "silu")
-    check(act in ("silu", "swish"), f"checkpoint={directory}: hidden_act is {act!r} in config.json, and must be silu")
+    check(act in ("silu", "swish"), f"{place}: hidden_act is {act!r} in config.json, and must be silu", NotRead)
     return values
 
 
@@ -172,7 +212,7 @@ def _is_in_few_bits(name: str, tensor: torch.Tensor) -> bool:
     return last.startswith("weight_") or (last == "weight" and tensor.dtype.itemsize == 1)
 
 
-def _read_files(directory: Path) -> dict[str, torch.Tensor]:
+def _read_files(directory: Path, place: str) -> dict[str, torch.Tensor]:
     """All tensors of the directory: of its safetensors, one file or several, else of its pickles."""
     index, others = directory / _INDEX, sorted(directory.glob("*.safetensors"))
     pickles = sorted(directory.glob(_PICKLES))
@@ -188,11 +228,11 @@ def _read_files(directory: Path) -> dict[str, torch.Tensor]:
         else:
             parts = [torch.load(path, map_location="cpu", weights_only=True) for path in pickles]
     except Exception as error:  # a damaged pickle may raise anything
-        raise UserError(f"checkpoint={directory}: its weights cannot be read: {one_line(error)}") from error
+        raise UserError(f"{place}: its weights cannot be read: {one_line(error)}") from error
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def _token_map(directory: Path) -> list[int] | None:
+def _token_map(directory: Path, place: str) -> list[int] | None:
     """The tokens that SGLang is told to propose, where such a file lies beside the draft; None: all."""
     path = directory / TOKEN_MAP
     if not path.is_file():
@@ -200,35 +240,33 @@ def _token_map(directory: Path) -> list[int] | None:
     try:
         tokens = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # a damaged pickle may raise anything
-        raise UserError(f"checkpoint={directory}: {TOKEN_MAP} cannot be read: {one_line(error)}") from error
+        raise UserError(f"{place}: {TOKEN_MAP} cannot be read: {one_line(error)}") from error
     is_list = tokens.ndim == 1 and len(tokens) > 0 and not tokens.is_floating_point()
-    check(is_list, f"checkpoint={directory}: {TOKEN_MAP} has {list(tokens.shape)} numbers; it must be a list of tokens")
+    check(is_list, f"{place}: {TOKEN_MAP} has {list(tokens.shape)} numbers; it must be a list of tokens")
     return tokens.long().unique().tolist()
 
 
 def refuse_other(
-    name: str, what: str, found: torch.Tensor | None, target: Target, directory: Path, is_trained: bool = False
+    name: str, what: str, found: torch.Tensor | None, target: Target, place: str, is_trained: bool = False
 ) -> None:
-    """Raise UserError for a file whose embedding or LM head differs from the target's: it is for another target, or was
-    trained. `is_trained`: the file says so."""
+    """Raise OtherTarget for a file whose embedding or LM head differs from the target's: it is for another target, or
+    was trained. `is_trained`: the file says so, and then it is NotRead."""
     if found is None:
         return
-    own = (target.embedding if what == "embedding" else target.lm_head.weight).cpu()
-    # The two may have different precisions, and fp16 lacks the small numbers of bf16: equal in either is equal. An LM
-    # head that is not used may have any shape.
-    equal = (torch.equal(found.to(dtype), own.to(dtype)) for dtype in (torch.bfloat16, found.dtype))
-    same = found.shape == own.shape and any(equal)
+    same = same_weight(found, (target.embedding if what == "embedding" else target.lm_head.weight).cpu())
     own_one = f"has an {what} of its own" + (" (trained)" if is_trained else "") + ", which our drafts do not have"
     other = f"its {name} is not the {what} of {target.name}: it is for another target, or {own_one}"
-    check(same, f"checkpoint={directory}: {own_one if is_trained else other}")
+    check(same, f"{place}: {own_one if is_trained else other}", NotRead if is_trained else OtherTarget)
 
 
 def _shape_of(
-    values: dict[str, Any], tensors: dict[str, torch.Tensor], target: Target, vocabulary: list[int] | None
+    values: dict[str, Any],
+    llama: LlamaConfig,
+    tensors: dict[str, torch.Tensor],
+    target: Target,
+    vocabulary: list[int] | None,
 ) -> EagleConfig:
     """The draft's config: from a Llama-like config.json, and norms and biases from the tensors."""
-    llama = _llama_of(values)
-    _check_target(llama, target)
     llama.max_position_embeddings = positions_of(llama, values, target)
     layers = _layers_of(tensors)
     biases = {

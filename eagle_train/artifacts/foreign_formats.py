@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from eagle_train.errors import UserError
+
 _READ_OF_SPECULATORS = ("eagle", "eagle3", "peagle")
 # What a class or a model type is named after, in small letters, and what it is.
 _NAMED = {
@@ -14,6 +16,10 @@ _NAMED = {
     "mtp": "an MTP module",
 }
 _DFLASH_LAYERS = "target_layer_ids"  # `dflash_config` alone may belong to P-EAGLE, which names its mask token there
+
+
+class NotRead(UserError):
+    """A draft of a format, a size or a convention that we do not run; nothing in its file is wrong."""
 
 
 def other_format(values: Mapping[str, Any]) -> str | None:

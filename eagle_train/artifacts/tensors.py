@@ -8,13 +8,24 @@ from collections.abc import Mapping
 import torch
 
 from eagle_train.drafts import Draft
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import SCHEMES, Quant, linear_modules
 from eagle_train.ops.linear import QuantisedLinear
 from eagle_train.ops.weight_codes import FP8, GROUP
 
 _BITS = 4
 _Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
+
+
+class TensorError(UserError):
+    """A tensor of a draft's file that is missing, unexpected, not finite, or of the wrong shape or dtype."""
+
+
+def same_weight(found: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether a tensor of a file is this one, as far as precisions tell: fp16 lacks the small numbers of bf16, and each
+    of the two may have been rounded, so that equal in either, or in bf16, is equal."""
+    dtypes = (torch.bfloat16, found.dtype, own.dtype)
+    return found.shape == own.shape and any(torch.equal(found.to(dtype), own.to(dtype)) for dtype in dtypes)
 
 
 def _packed_tensors(scheme: str, module: QuantisedLinear) -> dict[str, torch.Tensor]:
@@ -67,8 +78,8 @@ def file_tensors(draft: Draft, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, quant: Quant | None = None) -> None:
     """Load what `file_tensors` gave into an unquantised draft, whose modules that `quant` names become quantised.
 
-    `place` names the tensors' origin in errors. Raises UserError for a tensor that is missing, unexpected, not finite,
-    or of the wrong shape or dtype.
+    `place` names the tensors' origin in errors. Raises TensorError for one that is missing, unexpected, not finite, or
+    of the wrong shape or dtype.
     """
     quant = quant or Quant()
     small = {} if quant.scheme == "none" else linear_modules(draft, quant.scope)
@@ -81,12 +92,13 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, 
         expected |= {f"{name}.{part}": spec for part, spec in _specs(quant.scheme, *module.weight.shape).items()}
     for name in sorted(expected.keys() ^ tensors.keys()):
         problem = "is missing" if name in expected else "is not part of this draft"
-        check(False, f"{place}: tensor {name} {problem}")
+        raise TensorError(f"{place}: tensor {name} {problem}")
     for name, (shape, dtype) in expected.items():
         found = tensors[name]
-        check(tuple(found.shape) == shape, f"{place}: tensor {name} has shape {tuple(found.shape)}, must be {shape}")
+        same = tuple(found.shape) == shape
+        check(same, f"{place}: tensor {name} has shape {tuple(found.shape)}, must be {shape}", TensorError)
         right = found.is_floating_point() if dtype is None else found.dtype == dtype
-        check(right, f"{place}: tensor {name} is {found.dtype}, must be {dtype or 'floating-point'}")
+        check(right, f"{place}: tensor {name} is {found.dtype}, must be {dtype or 'floating-point'}", TensorError)
     check_finite(tensors, place)
     for name, module in small.items():
         own = {part: tensors[f"{name}.{part}"] for part in _specs(quant.scheme, *module.weight.shape)}
@@ -94,6 +106,7 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, 
         check(
             stated is None or tuple(stated.tolist()) == tuple(module.weight.shape),
             f"{place}: tensor {name}.weight_shape is {stated}, must be {tuple(module.weight.shape)}",
+            TensorError,
         )
         bias = None if module.bias is None else tensors[f"{name}.bias"].float()
         draft.set_submodule(name, _quantised_module(quant.scheme, own, bias))
@@ -104,4 +117,4 @@ def load_tensors(draft: Draft, tensors: Mapping[str, torch.Tensor], place: str, 
 def check_finite(tensors: Mapping[str, torch.Tensor], place: str) -> None:
     for name, tensor in tensors.items():
         whole = not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
-        check(whole, f"{place}: tensor {name} holds values that are not finite")
+        check(whole, f"{place}: tensor {name} holds values that are not finite", TensorError)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from eagle_train.artifacts.foreign import common_name
 from eagle_train.artifacts.format import Artifact
 from eagle_train.artifacts.layouts import layout_config
+from eagle_train.artifacts.tensors import same_weight
 from eagle_train.diagnosis.causes import Finding
 from eagle_train.drafts.medusa_layouts import is_block
 from eagle_train.errors import shown
@@ -25,9 +27,8 @@ _KEYS = {
     "context": ("max_position_embeddings", "sliding_window", "layer_types"),
     "precision": ("quantization_config",),
 }
-_EMBEDDINGS = ("embed_tokens.weight", "model.embed_tokens.weight")
 _NESTED = "transformer_layer_config"  # of speculators' configs
-_OFF = 0.01  # of an embedding, relative: rounding to bf16 changes each number by at most 2^-8 of it
+_OFF = 0.01  # of an embedding, relative: one that is so near another times a scale is that
 
 
 def file_findings(
@@ -35,8 +36,9 @@ def file_findings(
 ) -> list[Finding]:
     """Of an engine's config.json and tensors. `about`: what our own artifact says beside them."""
     found = list(_damaged(tensors))
-    found += repeated_findings(tensors, target)
-    found += _vocabulary(tensors, target, about)
+    common = {common_name(name): tensor for name, tensor in tensors.items()}
+    found += _embedding(common, target, about)
+    found += _vocabulary(common, target, about)
     if about is not None and about.layout != "native":
         found += _statements(values, about)
     return found
@@ -55,21 +57,23 @@ def _damaged(tensors: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
             yield Finding("tensor", f"{name} {list(tensor.shape)} is zero throughout.")
 
 
-def repeated_findings(tensors: Mapping[str, torch.Tensor], target: Target) -> list[Finding]:
-    """What the file repeats of the target's embedding must be that."""
-    found = next((tensors[name] for name in _EMBEDDINGS if name in tensors), None)
-    if found is None or found.shape != target.embedding.shape:
+def _embedding(tensors: Mapping[str, torch.Tensor], target: Target, about: Artifact | None) -> list[Finding]:
+    """What our own file repeats of the target's embedding must be that, and no file's may be that times a scale. Of
+    others' any other embedding is of another target, or was trained: their reader says so. So does the fingerprint of
+    ours for another target."""
+    found = tensors.get("embed_tokens.weight")
+    is_targets = about is None or about.target.fingerprint == target.identity.fingerprint
+    if found is None or not is_targets or found.shape != target.embedding.shape:
         return []
-    own, given = target.embedding.float().cpu(), found.float()
+    own = target.embedding.cpu()
+    if same_weight(found, own):
+        return []
+    own, given = own.float(), found.float()
     scale = ((own * given).sum() / (own * own).sum()).item()
-    off, rest = _apart(given, own), _apart(given, scale * own)
-    if off <= _OFF:
-        return []
-    if rest <= _OFF:
-        said = f"Its embed_tokens.weight is the target's embedding times {scale:.4g}."
-    else:
-        said = f"Its embed_tokens.weight is {off:.0%} off the embedding of {target.name}."
-    return [Finding("embedding", said)]
+    if _apart(given, scale * own) <= _OFF < abs(scale - 1):
+        return [Finding("embedding", f"Its embed_tokens.weight is the target's embedding times {scale:.4g}.")]
+    said = f"Its embed_tokens.weight is {_apart(given, own):.2%} off the embedding of {target.name}."
+    return [] if about is None else [Finding("embedding", said)]
 
 
 def _apart(found: torch.Tensor, right: torch.Tensor) -> float:

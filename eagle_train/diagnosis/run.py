@@ -66,7 +66,7 @@ def examine(config: DoctorConfig) -> Diagnosis:
     found = Diagnosis(list(reading.findings), list(reading.not_checked))
     served = reading.served or trained
     if served is None:
-        found.not_checked.append(NotChecked("all that runs the draft", "its files cannot be read"))
+        found.not_checked.append(NotChecked("all that runs the draft", f"it cannot be loaded: {reading.unread}"))
     else:
         trained = None if trained is None else plain(trained).to(device)
         made_from = reading if given is None and reading.is_run else given

@@ -44,5 +44,5 @@ def test_what_may_be_read_has_no_name(values):
 
 def test_it_is_told_before_the_tensors_are_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "dflash"}))
-    with pytest.raises(UserError, match=r": is a DFlash draft; eagle-export reads EAGLE, .* and Medusa$"):
+    with pytest.raises(UserError, match=r": is a DFlash draft; EAGLE, .* and Medusa are read$"):
         load_foreign(tmp_path, tiny_target())
