@@ -1,4 +1,4 @@
-"""The engine's switches in random combinations, for every family: greedy tokens are transformers' own, sampled ones
+"""The engine's switches, each value with each value of any other: greedy tokens are transformers' own, sampled ones
 those of plain decoding, and with drawn drafts those of a request alone.
 
 Requests share prefixes, arrive a few at a time, are cancelled, preempted and readmitted; after each round every slot
@@ -17,18 +17,18 @@ from tests.support.random_settings import (
     PROMPTS,
     SETTINGS,
     check_tokens,
-    draw_settings,
+    each_pair,
     engine_for,
     greedy,
 )
 from tests.support.tiny import LAYERED, shared_target, trained_draft
 
+ALL = [*FAMILIES, *LAYERED]
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("family", [*FAMILIES, *LAYERED])
-def test_the_tokens_are_the_targets_own(family, seed):
-    rng = random.Random(f"{family} {seed}")
-    at = draw_settings(rng)
+
+@pytest.mark.parametrize(("family", "place"), [(ALL[place % len(ALL)], place) for place in range(len(each_pair()))])
+def test_the_tokens_are_the_targets_own(family, place):
+    rng, at = random.Random(f"{family} {place}"), each_pair()[place]
     check_tokens(engine_for(family, at, rng), rng, at, *greedy(family))
 
 
@@ -42,23 +42,22 @@ def drawn(family: str) -> tuple[list[SamplingParams], list[list[int]]]:
     return params, [output.token_ids for output in Engine(shared_target(family)).generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_drawn_is_what_plain_decoding_draws(family, seed):
-    rng = random.Random(f"{family} {seed} sampled")
-    at = draw_settings(rng) | {"drafting": "greedy"}
+def test_what_is_drawn_is_what_plain_decoding_draws(family):
+    rng = random.Random(f"{family} sampled")
+    at = each_pair()[FAMILIES.index(family)] | {"drafting": "greedy"}
     engine = engine_for(family, at, rng, lambda *_: None, partial(trained_draft, steps=60))
     check_tokens(engine, rng, at, *drawn(family))
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_drawn_drafts_come_to_is_as_if_alone(family, seed):
+def test_what_drawn_drafts_come_to_is_as_if_alone(family):
     """Whatever the other switches; the tokens of a seed then depend on tree and drafting mode."""
-    rng = random.Random(f"{family} {seed} drawn")
-    at = draw_settings(rng) | {
-        "tree": rng.choice(SETTINGS["tree"][:3]),
-        "drafting": rng.choice(SETTINGS["drafting"][1:]),
+    place = FAMILIES.index(family)
+    rng = random.Random(f"{family} drawn")
+    at = each_pair()[place] | {
+        "tree": SETTINGS["tree"][place % 3],
+        "drafting": SETTINGS["drafting"][1 + place % 2],
     }
     if at["alignment"] == "last":  # who is begun anew has its own tokens read with the target's hidden states
         at["kv_tokens"] = None

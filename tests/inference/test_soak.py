@@ -140,8 +140,7 @@ def test_requests_of_all_kinds(apart, seed):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "prefill process . is dropped")
         asked, outputs = served(engine, kinds, rng, lines)
-    plain = Engine(target).generate([kind.prompt for kind in kinds], [kind.params for kind in kinds])
-    truth = dict(zip(kinds, plain, strict=True))
+    truth = plainly(asked)
     for request, kind in asked:
         if not request.generated:
             assert request.finish_reason == "cancelled"
@@ -178,6 +177,13 @@ def served(
     assert len(asked) == COUNT
     assert not engine.has_unfinished, "it hangs"
     return asked, outputs
+
+
+def plainly(asked: list[tuple[Sequence, Request]]) -> dict[Request, Output]:
+    """Without drafts, what each of the requests that came has for an answer."""
+    kinds = list(dict.fromkeys(kind for _, kind in asked))
+    params = [replace(kind.params, drafter=None) for kind in kinds]
+    return dict(zip(kinds, Engine(models()[0]).generate([kind.prompt for kind in kinds], params), strict=True))
 
 
 class Unsteady(Eagle):
@@ -269,9 +275,7 @@ def test_requests_with_drafters_that_fault_at_random(seed):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         asked, outputs = served(engine, kinds, rng, [])
-    params = [replace(kind.params, drafter=None) for kind in kinds]
-    plain = Engine(target).generate([kind.prompt for kind in kinds], params)
-    truth = dict(zip(kinds, plain, strict=True))
+    truth = plainly(asked)
     for request, kind in asked:
         whole = truth[kind]
         if request.finish_reason == "cancelled":

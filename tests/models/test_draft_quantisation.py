@@ -90,17 +90,23 @@ def test_none_is_the_draft_itself(target):
     assert quantise_draft(draft, Quant()) is draft
 
 
+QUESTIONS = random_tokens(5, 1, 9)
+
+
+@pytest.fixture(scope="module")
+def wanted(target) -> list[list[int]]:
+    return [continued(target, prompt, 12) for prompt in QUESTIONS]
+
+
 @pytest.mark.parametrize("ffn", ["dense", "moe"])
 @pytest.mark.parametrize("scope", ["ffn", "all_linear"])
 @pytest.mark.parametrize("scheme", MADE)
-def test_an_engines_output_is_the_targets_own(target, scheme, scope, ffn):
-    prompts = random_tokens(5, 1, 9)
-    wanted = [continued(target, prompt, 12) for prompt in prompts]
+def test_an_engines_output_is_the_targets_own(target, wanted, scheme, scope, ffn):
     small = quantise_draft(tiny_draft(target, ffn=ffn, num_experts=2), Quant(scheme, scope))
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     for tree in ("chain3", "d3_bf2"):
         engine = Engine(target, small, tree)
-        assert [output.token_ids for output in engine.generate(prompts, params)] == wanted
+        assert [output.token_ids for output in engine.generate(QUESTIONS, params)] == wanted
         used = [
             module.has_kernel for module in drafter_of(engine).draft.modules() if isinstance(module, QuantisedLinear)
         ]

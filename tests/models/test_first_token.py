@@ -84,6 +84,13 @@ def drafted(target: Target, draft: Draft, tokens: list[int], depth: int) -> tupl
     return states[0], chain
 
 
+@cache
+def all_rounds(kind: str) -> list[list[int]]:
+    """Those of PROMPTS."""
+    pairs = zip(PROMPTS, answers("llama"), strict=True)
+    return [expected_rounds(shared_target(), a_draft(kind), prompt, answer, 3) for prompt, answer in pairs]
+
+
 def expected_rounds(target: Target, draft: Draft, prompt: list[int], answer: list[int], depth: int) -> list[int]:
     """Tokens that each call commits: drafted ones as far as they are the target's, and one of its own."""
     rounds, done = [], 1
@@ -125,10 +132,9 @@ def test_the_engine_drafts_as_the_twin(kind, options):
         return grow(plan, root_hidden, *rest)
 
     drafter_of(engine).grow = checking
-    outputs = engine.generate(PROMPTS * 2, GREEDY)
-    truth = answers("llama")
-    assert token_ids(outputs) == cut(truth) * 2
-    rounds = [expected_rounds(target, draft, *given, 3) for given in zip(PROMPTS, truth, strict=True)]
-    assert [output.rounds for output in outputs] == rounds * 2
+    times = 2 if "prefix_cache" in options else 1  # the second finds what was kept
+    outputs, rounds = engine.generate(PROMPTS * times, GREEDY), all_rounds(kind)
+    assert token_ids(outputs) == cut(answers("llama")) * times
+    assert [output.rounds for output in outputs] == rounds * times
     assert {count for each in rounds for count in each} >= {1, 2}, "accepted and not"
-    assert set(checked) == set(range(2 * len(PROMPTS)))
+    assert set(checked) == set(range(times * len(PROMPTS)))

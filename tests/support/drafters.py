@@ -205,6 +205,16 @@ KINDS = {
     "own, on the device": Kind(lambda *_: PromptLookup()),
 }
 
+DRAWN = ("multinomial", "multinomial_without_replacement")
+# Both ways for those that grow their trees each by other code.
+GROWING = ("eagle", "medusa", "peagle", "draft_model", "layer_skip")
+
+
+def drawing(kinds: Iterable[str]) -> list[tuple[str, str]]:
+    """Of these kinds those that draw, each with the ways in which it does so that are its own."""
+    return [(kind, mode) for kind in kinds if KINDS[kind].draws for mode in (DRAWN if kind in GROWING else DRAWN[1:])]
+
+
 # Those that can be drafters of one engine: its tree is theirs too.
 TOGETHER = [name for name, kind in KINDS.items() if not kind.is_moody and kind.tree != KINDS["tree=dynamic"].tree]
 

@@ -16,7 +16,7 @@ OF_ITS_OWN = ["layer_skip", "tree=auto"]  # where each rank has the whole target
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 
 
-def outcomes(target: Target, kinds: Iterable[str] = KINDS) -> dict[str, list[dict]]:
+def outcomes(target: Target, kinds: Iterable[str] = KINDS) -> dict[str, dict]:
     """By kind what is answered at temperature 0 and at others, and in how many rounds: of one engine for those of
     TOGETHER, and an engine for each other."""
     texts, found = [prompt * 3 for prompt in PROMPTS], {}
@@ -24,13 +24,13 @@ def outcomes(target: Target, kinds: Iterable[str] = KINDS) -> dict[str, list[dic
     engines = {(name,): KINDS[name].engine(target, texts) for name in kinds if name not in TOGETHER}
     engines[(*several,)] = with_several(target, texts, several)
     for names, engine in engines.items():
-        cases = [answered(engine, names, params) for params in ([GREEDY] * len(PROMPTS), drawn())]
-        found |= {name: [case[name] for case in cases] for name in names}
+        found |= answered(engine, names, asked())
     return found
 
 
-def drawn() -> list[SamplingParams]:
-    params = [replace(GREEDY, temperature=float(i != 2), seed=i, max_tokens=LENGTH - i) for i in range(len(PROMPTS))]
+def asked() -> list[SamplingParams]:
+    """Of PROMPTS, one each; of every third the temperature is 0."""
+    params = [replace(GREEDY, temperature=float(i % 3 < 2), seed=i, max_tokens=LENGTH - i) for i in range(len(PROMPTS))]
     params[3] = replace(params[3], repetition_penalty=1.3, logit_bias={5: 1.5}, min_p=0.02)
     params[4] = replace(params[4], grammar={"regex": "[a-f]{2,9}(xy|z)?"})
     return params
@@ -38,8 +38,8 @@ def drawn() -> list[SamplingParams]:
 
 def answered(engine: Engine, names: tuple[str, ...], params: list[SamplingParams]) -> dict[str, dict]:
     """By drafter: what PROMPTS are answered by it."""
-    asked = [replace(own, drafter=name if name in TOGETHER else None) for name in names for own in params]
-    outputs = engine.generate(PROMPTS * len(names), asked)
+    own = [replace(each, drafter=name if name in TOGETHER else None) for name in names for each in params]
+    outputs = engine.generate(PROMPTS * len(names), own)
     found = {}
     for place, name in enumerate(names):
         own = outputs[place * len(PROMPTS) :][: len(PROMPTS)]

@@ -6,6 +6,7 @@ numbers at both ends of each sequence's box give that sequence. The boxes are th
 """
 
 from collections.abc import Callable
+from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -42,6 +43,7 @@ def histories(length: int) -> torch.Tensor:
     return torch.stack(axes, -1).flatten(0, -2)
 
 
+@cache
 def boxes(change: Change) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 [V^LENGTH, LENGTH] each: where the number of each token of a sequence begins and ends."""
     model, answers = tiny_model(std=0.4, **SIZES).double(), histories(LENGTH - 1)

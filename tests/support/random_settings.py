@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import cache
+from itertools import combinations
 
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
@@ -46,6 +47,24 @@ def greedy(family: str) -> tuple[list[SamplingParams], list[list[int]]]:
 
 def draw_settings(rng: random.Random) -> dict:
     return {name: rng.choice(values) for name, values in SETTINGS.items()}
+
+
+@cache
+def each_pair() -> list[dict]:
+    """Settings in which each value of a switch stands with each of any other. The first five have each value."""
+    rng, sizes, found = random.Random(0), [len(values) for values in SETTINGS.values()], []
+
+    def pairs(row: list[int]) -> set[tuple]:
+        return set(combinations(enumerate(row), 2))
+
+    every = [(place, value) for place, size in enumerate(sizes) for value in range(size)]
+    missing = {(one, other) for one, other in combinations(every, 2) if one[0] != other[0]}
+    while missing:
+        tried = [[rng.randrange(size) for size in sizes] for _ in range(400)]
+        row = max(tried, key=lambda each: len(pairs(each) & missing))
+        missing -= pairs(row)
+        found.append({name: SETTINGS[name][place] for name, place in zip(SETTINGS, row, strict=True)})
+    return found
 
 
 def engine_for(

@@ -128,17 +128,19 @@ def test_beyond_what_is_given_all_is_as_told(fill):
 # --- the engine
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("drafting", DRAFT_MODES)
-def test_outputs_and_rounds_are_the_same(tree, drafting):
-    target, rounds = shared_target("llama"), []
-    for alignment, overlap in zip(ALIGNMENTS, (True, False), strict=True):
-        options = {"max_batch_size": 3, "drafting": drafting, "overlap": overlap}
-        eager, replayed = (Engine(target, Eagle(a_draft(), target, alignment), tree, **options) for _ in range(2))
-        wanted = eager.generate(PROMPTS, PARAMS)
-        assert all_of(recorded(replayed).generate(PROMPTS, PARAMS)) == all_of(wanted)
-        rounds += [n for output in wanted for n in output.rounds]
-    assert max(rounds) > 1  # it accepts what it drafts, now and then
+# Each pair of a tree, a way of drafting and an alignment.
+EACH = [
+    (tree, drafting, (row + place) % 2) for row, tree in enumerate(TREES) for place, drafting in enumerate(DRAFT_MODES)
+]
+
+
+@pytest.mark.parametrize(("tree", "drafting", "is_last"), EACH)
+def test_outputs_and_rounds_are_the_same(tree, drafting, is_last):
+    target, options = shared_target("llama"), {"max_batch_size": 3, "drafting": drafting, "overlap": not is_last}
+    eager, replayed = (Engine(target, Eagle(a_draft(), target, ALIGNMENTS[is_last]), tree, **options) for _ in range(2))
+    wanted = eager.generate(PROMPTS, PARAMS)
+    assert all_of(recorded(replayed).generate(PROMPTS, PARAMS)) == all_of(wanted)
+    assert max(n for output in wanted for n in output.rounds) > 1  # it accepts what it drafts, now and then
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -155,7 +157,7 @@ def test_a_draft_that_catches_up(overlap):
     """A round in which the drafter processes more tokens than a recording has room for is not recorded; later ones
     are."""
     target, params = shared_target("llama"), [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 40)]
-    options = {"tree": {1: "chain3", 2: chain(0)}, "overlap": overlap}
+    options = {"tree": {1: "chain3", 2: chain(0)}, "overlap": overlap, "max_batch_size": 2}
     eager, replayed = (Engine(target, Eagle(a_draft(), target), **options) for _ in range(2))
     wanted = eager.generate(PROMPTS[:2], params)
     assert all_of(recorded(replayed).generate(PROMPTS[:2], params)) == all_of(wanted)
@@ -177,7 +179,7 @@ def test_sequences_that_give_up_their_blocks(overlap, monkeypatch):
 @pytest.mark.parametrize("family", sorted(set(ALL_FAMILIES) - set(FAMILIES)))
 def test_every_family_can_be_recorded(family):
     target = shared_target(family)
-    engine = recorded(Engine(target, tiny_draft(target), "n8"))
+    engine = recorded(Engine(target, tiny_draft(target), "n8", max_batch_size=3))
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == cut(answers(family))
 
 
@@ -308,7 +310,7 @@ def test_each_kind_of_sampling_is_recorded(drafting):
 def test_what_others_decide_is_not_recorded():
     """Of a drafter that may have the host wait, validation is recorded alone."""
     params, prompts = SamplingParams(max_tokens=8, ignore_eos=True), PROMPTS[:2]
-    eager, replayed = (Engine(shared_target("llama"), Own(a_draft()), "chain3") for _ in range(2))
+    eager, replayed = (Engine(shared_target("llama"), Own(a_draft()), "chain3", max_batch_size=2) for _ in range(2))
     wanted, graphs = eager.generate(prompts, params), runner_of(recorded(replayed)).graphs
     assert all_of(replayed.generate(prompts, params)) == all_of(wanted)
     assert graphs.validation.record.replays > 0
@@ -329,7 +331,8 @@ def test_among_several_drafters_a_round_without_drafts_is_one():
     """The only request's drafter raises; or there is nothing to read any more."""
     target, params = shared_target("llama"), SamplingParams(max_tokens=6, ignore_eos=True)
     plain = Engine(target).generate(PROMPTS[:1], params)
-    engine = recorded(Engine(target, {"eagle": a_draft(), "own": Faulty(a_draft(), target)}, "chain3"))
+    drafters = {"eagle": a_draft(), "own": Faulty(a_draft(), target)}
+    engine = recorded(Engine(target, drafters, "chain3", max_batch_size=2))
     with pytest.warns(UserWarning, match="a bug"):
         outputs = engine.generate(PROMPTS[:1], replace(params, drafter="own"))
     assert outputs[0].token_ids == plain[0].token_ids
@@ -344,7 +347,8 @@ def test_a_simulated_acceptance_is_recorded(drafts):
     """By each request's seed and position, as they are when it is replayed; and of plain decoding, where it is none."""
     params = [SamplingParams(max_tokens=12, ignore_eos=True, seed=seed) for seed in range(3)]
     simulated, draft = SimulatedAcceptance([1.0, 0.6, 0.0]), a_draft() if drafts else None
-    eager, replayed = (Engine(shared_target("llama"), draft, "chain3", acceptance=simulated) for _ in range(2))
+    options = {"acceptance": simulated, "max_batch_size": 3}
+    eager, replayed = (Engine(shared_target("llama"), draft, "chain3", **options) for _ in range(2))
     wanted, graphs = eager.generate(PROMPTS[:3], params), runner_of(recorded(replayed)).graphs
     found = replayed.generate(PROMPTS[:3], params)
     assert all_of(found) == all_of(wanted)
@@ -362,7 +366,8 @@ class Own(Eagle):
 
 
 def test_a_round_that_was_recorded_is_copies_and_replays():
-    engine, launches = recorded(Engine(shared_target("llama"), a_draft(), "n8", overlap=True)), Launches()
+    options = {"overlap": True, "max_batch_size": 5}
+    engine, launches = recorded(Engine(shared_target("llama"), a_draft(), "n8", **options)), Launches()
     stage = engine.stage_times.stage
 
     @contextmanager

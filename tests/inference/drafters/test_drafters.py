@@ -1,7 +1,7 @@
 """Several drafters in one engine, trees that differ by row, and states of the target's layers."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -105,19 +105,15 @@ def mixed(family: str) -> dict[str, Drafter]:
     return {"eagle": eagle, "oracle": Oracle(answers(family)), "last": last}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+TIGHT = {"prefix_cache": True, "host_kv_tokens": 30 * BLOCK, "kv_tokens": 9 * BLOCK, "prefill_tokens": 7}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap": True},
-        {"prefix_cache": True, "host_kv_tokens": 30 * BLOCK, "kv_tokens": 9 * BLOCK, "prefill_tokens": 7},
-        {"compile": True},
-    ],
+    ("family", "options"),
+    [*product(FAMILIES, ({"overlap": True}, TIGHT)), ("llama", {"compile": True})],
 )
-def test_requests_of_one_batch_with_drafters_of_their_own(family, options):
+def test_requests_of_one_batch_with_drafters_of_their_own(family, options, graphs):
     """Each has the rounds that it has alone with its drafter."""
-    if options.get("compile") and family != "llama":
-        pytest.skip("one family is enough to compile")
     names = ["eagle", "oracle", None, "last", "none"]
     params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, drafter=name) for name in names]
     engine = Engine(shared_target(family), mixed(family), "d2_bf2", **{"max_batch_size": 4} | options)
@@ -261,7 +257,7 @@ class Watching(Drafter):
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"prefix_cache": True}])
-def test_a_drafter_is_given_the_states_of_the_layers_that_it_names(options):
+def test_a_drafter_is_given_the_states_of_the_layers_that_it_names(options, graphs):
     """As transformers has them, in its order, and beside the last ones; in a batch with another that names others."""
     target: Target = shared_target("llama")
     first, other = Watching((1, 0)), Watching((1,))
