@@ -1,5 +1,6 @@
-"""What a job's environment may say of its processes."""
+"""What a job's environment may say of its processes, and what one of them may meet."""
 
+import re
 import socket
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from eagle_train import distributed
 from eagle_train.errors import UserError
+from tests.support.command_line import chats, save_target, train_arguments, write_jsonl
 from tests.support.processes import run, start_ranks
 
 
@@ -107,6 +109,18 @@ def test_a_common_error_that_one_rank_alone_meets_ends_the_job():
     """The other one waits for it elsewhere, and no launcher ends it."""
     with pytest.raises(AssertionError, match="error: row 9 is no chat"):
         start_ranks(2, "errors_job", "alone")
+
+
+def test_a_directory_that_ranks_do_not_share_is_told_before_the_first_step(tmp_path):
+    save_target(tmp_path / "target")
+    for name in ("train", "heldout"):
+        write_jsonl(tmp_path / f"{name}.jsonl", chats(40))
+    given = train_arguments(tmp_path, "parallel=ddp", "train.steps=6000", f"out={tmp_path}/run-${{oc.env:RANK}}")
+    with pytest.raises(AssertionError) as ended:
+        start_ranks(2, "cache_job", "train", given)
+    told = r"^error: out=\S+/run-[01]: rank 0 does not see there what others write"
+    assert len(re.findall(told, str(ended.value), re.MULTILINE)) == 2
+    assert not any((tmp_path / f"run-{rank}").exists() for rank in range(2))
 
 
 def test_a_process_alone_raises_its_own_error():

@@ -25,7 +25,7 @@ from tests.support.trainers import a_target, assert_same, make_trainer, run_trai
 
 pytestmark = pytest.mark.ranks
 
-STEPS, SAVED = 12, 6
+STEPS, SAVED = 8, 4
 TRAIN = {"steps": STEPS, "rows": 1, "rows_per_step": 6, "save_every": SAVED, "eval_every": SAVED, "keep": 0}
 CASES = {
     "ddp": {"backend": "ddp"},
@@ -41,10 +41,10 @@ MEDUSA = TRAIN | {"shape": {"kind": "medusa", "heads": 3, "num_layers": 2, "loss
 MTP = TRAIN | {"shape": {"kind": "mtp", "steps": 3, "window": 7, "sink": True}}
 PEAGLE = TRAIN | {"shape": EAGLE3["shape"] | {"kind": "peagle"}}
 MUON = TRAIN | {"optim": {"name": "muon", "lr": 1e-3}}
-LEFT_OUT = [3, 8, 9]  # steps
-SPOILT = [5]  # steps whose gradients are no numbers
-DROPPED = [1, 4, 9]  # steps that begin with gradients that are dropped
-TOLD = [1, 9, 1]  # rank 1 to stop, after the first of step 10's three micro-batches
+LEFT_OUT = [2, 6, 7]  # steps
+SPOILT = [4]  # steps whose gradients are no numbers
+DROPPED = [1, 3, 6]  # steps that begin with gradients that are dropped
+TOLD = [1, 6, 1]  # rank 1 to stop, after the first of step 7's three micro-batches
 BF16_NOISE = 1e-3  # relative; FSDP2 rounds elsewhere than autocast, and 20 steps differ by 1e-4 at most
 DEEPSPEED = {f"zero{stage}": {"backend": "deepspeed", "zero": {"stage": stage}} for stage in (1, 2, 3)}
 DEEPSPEED |= {f"{name}-offloaded": {**DEEPSPEED[name], "offload_optimizer": True} for name in ("zero2", "zero3")}
@@ -342,20 +342,17 @@ FAMILIES = ("llama", "qwen3", "mixtral", "gpt_oss", "llama4")
 
 
 @pytest.fixture(scope="module")
-def divided(data, tmp_path_factory) -> Callable[[str], Path]:
-    """What two ranks make of a family's target that they divide: FAMILY-PLACEMENT-RANK in the directory."""
+def divided(data, tmp_path_factory) -> Path:
+    """A directory with what two ranks make of each family's target that they divide: FAMILY-PLACEMENT-RANK."""
     root = tmp_path_factory.mktemp("divided")
+    for family in FAMILIES:
+        tiny_model(family).save_pretrained(root / family)
 
-    def made(family: str) -> Path:
-        if not (root / family).exists():
-            tiny_model(family).save_pretrained(root / family)
-            start_ranks(2, "ranks_job", data, [case(root, family, placement) for placement in ("fsdp2", "tensor")])
-        return root
-
-    def case(root: Path, family: str, placement: str) -> dict:
+    def case(family: str, placement: str) -> dict:
         return {"out": str(root / f"{family}-{placement}"), "target": str(root / family), "placement": placement}
 
-    return made
+    start_ranks(2, "ranks_job", data, [case(*each) for each in itertools.product(FAMILIES, ("fsdp2", "tensor"))])
+    return root
 
 
 def test_a_divided_tensors_sample_is_the_whole_ones(data):
@@ -393,11 +390,10 @@ WHOLE = ("gpt_oss", "tensor")  # whose plan divides next to nothing
     [case for case in itertools.product(FAMILIES, ("fsdp2", "tensor")) if case != WHOLE],
 )
 def test_a_divided_target_gives_the_whole_ones_hidden_states(divided, family, placement):
-    root = divided(family)
-    target = load_target(TargetConfig(str(root / family)), "cpu")
+    target = load_target(TargetConfig(str(divided / family)), "cpu")
     size = sum(parameter.numel() for parameter in target.model.parameters())
     for rank in (0, 1):
-        found = torch.load(root / f"{family}-{placement}-{rank}", weights_only=True)
+        found = torch.load(divided / f"{family}-{placement}-{rank}", weights_only=True)
         with FlopCounterMode(display=False) as counter:
             expected = target.hidden_states(*a_row(rank), packed_attention([[9, 11]]))
         torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=1e-5)
@@ -425,5 +421,5 @@ def test_a_target_may_be_held_by_a_part_of_the_ranks(data, tmp_path):
 
 
 def test_a_plan_that_divides_next_to_nothing_is_refused(divided):
-    found = torch.load(divided("gpt_oss") / "-".join((*WHOLE, "0")), weights_only=True)
+    found = torch.load(divided / "-".join((*WHOLE, "0")), weights_only=True)
     assert re.match(r"parallel\.target=tensor: the plan of gpt_oss leaves 98% of the weights on each", found["refused"])

@@ -1,4 +1,4 @@
-"""What test_cache.py starts on several ranks: eagle-cache, or eagle-train from what it wrote."""
+"""What test_cache.py and test_distributed.py start on several ranks: eagle-cache, or eagle-train."""
 
 import importlib
 import os
