@@ -10,6 +10,7 @@ import os
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from eagle_train.caching.walk import WalkedBatch
 from eagle_train.caching.writer import ShardWriter, document_parts, rank_of, shards_of, writing
 from eagle_train.corpus.preview import check_data, check_same_data
 from eagle_train.corpus.render import ChatRenderer
-from eagle_train.corpus.source import check_found
+from eagle_train.corpus.source import check_found, pin
 from eagle_train.corpus.stream import PackedRow, Stream, heldout_batches
 from eagle_train.distributed import World
 from eagle_train.drafts import TargetStates
@@ -35,7 +36,15 @@ from eagle_train.one_writer import beside, one_writer
 from eagle_train.ops.tensor_files import write_tensors
 from eagle_train.progress import progress
 from eagle_train.results import in_words, write_json
-from eagle_train.training.assembly import divided, look_ahead, renderer_of, round_target, today, with_compiled_target
+from eagle_train.training.assembly import (
+    divided,
+    look_ahead,
+    made_with,
+    renderer_of,
+    round_target,
+    today,
+    with_compiled_target,
+)
 from eagle_train.training.checkpoint.format import flush
 from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.target_pass import Placed, target_states, to_device
@@ -71,6 +80,7 @@ def _built(run: Run, world: World, out: Path) -> Built:
     run = replace(run, target=training_dtype(run.target, resolve_device(run.cache.device), world))
     begun = world.by_main(lambda: _Begun.at(partial_of(out)))
     run.data.date = world.agreed(run.data.date or begun.made_of.get("data.date") or today())
+    pin(run.data, partial(made_with, begun.made_of) if begun.made_of else None, world)
     renderer = renderer_of(run.target, run.data, run.hf_config)
     for note in world.by_each(lambda: check_data(run.data, renderer)):
         if world.is_main:
@@ -170,7 +180,7 @@ class _Build:
         run, identity = self.run, self.target.identity
         made_of: dict[str, Any] = {f"data.{key}": value for key, value in stream.made_of().items()}
         made_of["data.date"] = run.data.date
-        made_of["data.heldout"] = run.data.heldout
+        made_of |= {"data.heldout": run.data.heldout, "data.heldout_revision": run.data.heldout_revision}
         made_of |= {f"train.{key}": getattr(run.train, key) for key in ("micro_batch_rows", "eval_batches")}
         made_of |= {"train.target_quant": run.train.target_quant, "train.steps, as rows": run.most_rows}
         made_of |= {"target (its fingerprint)": identity.fingerprint, "target.dtype": str(self.target.dtype)}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 from eagle_train.corpus.file_formats import check_contents, kind_of
 from eagle_train.corpus.json_files import files_identity
 from eagle_train.corpus.rows import ArrowRow, PlacedRow, Row
-from eagle_train.errors import UserError, check, one_line
+from eagle_train.errors import UserError, check, foreign, one_line
 
+_COMMIT = re.compile("[0-9a-f]{40}")
 _BATCH_ROWS = 256  # rows in memory at a time
 _INFO, _STATE, _SPLITS = "dataset_info.json", "state.json", "dataset_dict.json"  # that `save_to_disk` writes
 _NO_DATA = (_INFO, _STATE, _SPLITS, "dataset_infos.json", "config.json")
@@ -147,22 +149,36 @@ def _read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-class Hub:
-    """A hub data set, or a directory laid out like one, through `datasets`. Raises UserError if it cannot be read."""
+def commit_of(path: str, revision: str | None, field: str) -> str | None:
+    """The commit of a hub data set's branch or tag, None for its main branch. What is given, where the hub may not be
+    asked. Raises UserError where the hub knows no such data set or revision."""
+    import huggingface_hub
 
-    def __init__(self, path: str, name: str | None, split: str, field: str):
+    if huggingface_hub.constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision or ""):
+        return revision
+    at = f" at revision {revision}" if revision else ""
+    with foreign(f"{field} is {path}; it is no file, and no data set of the hub{at}"):
+        return huggingface_hub.dataset_info(path, revision=revision).sha
+
+
+class Hub:
+    """A hub data set at a `revision`, or a directory laid out like one, through `datasets`. Raises UserError if it
+    cannot be read."""
+
+    def __init__(self, path: str, name: str | None, split: str, field: str, revision: str | None = None):
         # Imported where needed: it takes a second.
         import datasets
 
-        self.place = f"{path} ({f'{name}, ' if name else ''}{split})"
+        self.place, self.revision = f"{path} ({f'{name}, ' if name else ''}{split})", revision
+        at = {} if revision is None else {"revision": revision}
         try:
-            self.dataset = datasets.load_dataset(path, name, split=split, streaming=True)
+            self.dataset = datasets.load_dataset(path, name, split=split, streaming=True, **at)
         except Exception as error:  # readers of files may raise anything
             raise UserError(f"{field} is {path}; it is no file, and no data set: {one_line(error)}") from error
 
     def identity(self) -> str:
         info = self.dataset.info  # what the hub reports
-        return f"{self.place} {info.version} {info.dataset_size}"
+        return f"{self.place} {info.version} {info.dataset_size}{f' {self.revision}' if self.revision else ''}"
 
     def rows(self, start: int = 0) -> Iterator[PlacedRow]:
         rows = enumerate(self._rows_of(self.dataset.skip(start)), start + 1)

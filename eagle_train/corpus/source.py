@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from eagle_train.corpus.arrow_files import Arrow, Hub, Parquet, check_directory, is_saved, saved_files
+from eagle_train.corpus.arrow_files import Arrow, Hub, Parquet, check_directory, commit_of, is_saved, saved_files
 from eagle_train.corpus.columns import BESIDE, FORMATS
 from eagle_train.corpus.conversations import ROLES, SUPERVISE
 from eagle_train.corpus.file_formats import FILE_SUFFIXES, KINDS, PLAIN, advice, check_contents, kind_of
@@ -21,6 +21,7 @@ from eagle_train.corpus.json_files import JsonFiles
 from eagle_train.corpus.plain_files import PlainFiles
 from eagle_train.corpus.rows import PlacedRow
 from eagle_train.corpus.template import as_date, check_template_kwargs
+from eagle_train.distributed import ALONE, World
 from eagle_train.errors import UserError, check, one_line
 from eagle_train.settings import BUNDLED
 
@@ -37,7 +38,8 @@ class SourceConfig:
     `path`: a JSON file (an object a line, or an array), a Parquet or an Arrow file, for `format: text` a file of plain
     text, a glob of files of one kind, a directory that `datasets` saved to disk, or a hub data set (or its local
     directory). Relative paths are relative to
-    the working directory. `name`: a hub data set's config; `split`: its split, or that of a directory. `columns`: the
+    the working directory. `name`: a hub data set's config; `split`: its split, or that of a directory; `revision`: its
+    branch, tag or commit, see `pin`. `columns`: the
     format's keys (`columns.FORMATS`, `columns.BESIDE`) to the row's columns, None to ignore one. `roles`: roles of
     speakers that `conversations.ROLES` lacks, in any case. `assistant_pattern`: a regular expression for the parts of a
     text that the assistant wrote, its first group if it has one. `weight`: the relative frequency of its rows.
@@ -50,6 +52,7 @@ class SourceConfig:
     assistant_pattern: str | None = None  # of format=text: a regular expression, its group 1 or all of it
     name: str | None = None  # config of a hub data set
     split: str = "train"  # of a hub data set, or of a directory that `save_to_disk` wrote
+    revision: str | None = None  # of a hub data set: a commit, tag or branch; null: the newest when the run began
     weight: float = 1.0  # of a data set in a mix
 
     def check(self, key: str) -> None:
@@ -106,6 +109,7 @@ class DataConfig(SourceConfig):
 
     mix: dict[str, SourceConfig] | None = None  # instead of path: data sets by name, each with its path
     heldout: str | None = None  # other data for the held-out measurements, or null
+    heldout_revision: str | None = None  # of heldout, if it is a hub data set, as revision
     supervise: str = "assistant"  # assistant | last | all: whose tokens are learnt; last: the assistant's last turn
     template_kwargs: dict[str, Any] | None = None  # the chat template's own variables, {enable_thinking: false}, say
     date: str | None = None  # the day for a template that reads the clock, 2026-07-31, say; null: when the run began
@@ -126,11 +130,11 @@ class DataConfig(SourceConfig):
             as_date(self.date)
         check(not (self.mix and self.path), f"data.path is {self.path}; with data.mix it must be null")
         usual = SourceConfig()
-        for key in ("format", "columns", "roles", "assistant_pattern", "name", "split"):
+        for key in ("format", "columns", "roles", "assistant_pattern", "name", "split", "revision"):
             value = getattr(self, key)
             if key == "columns":  # presets name them as the format does
                 value = {name: column for name, column in value.items() if column not in (name, None)}
-            used = not self.mix or bool(self.heldout) or value == getattr(usual, key)
+            used = not self.mix or (bool(self.heldout) and key != "revision") or value == getattr(usual, key)
             check(used, f"data.{key} is {value!r}; with data.mix each data set has its own, data.mix.NAME.{key}")
         has_turns = any(source.format != "text" for source in self.sources.values())
         check(
@@ -153,7 +157,17 @@ class DataConfig(SourceConfig):
 
 
 # What packs, orders and marks rows for training, and what is measured beside it.
-FOR_TRAINING = ("heldout", "supervise", "row_tokens", "long_documents", "shuffle_window", "seed", "workers", "prefetch")
+FOR_TRAINING = (
+    "heldout",
+    "heldout_revision",
+    "supervise",
+    "row_tokens",
+    "long_documents",
+    "shuffle_window",
+    "seed",
+    "workers",
+    "prefetch",
+)
 
 
 def check_prompts(data: DataConfig) -> None:
@@ -171,9 +185,9 @@ def idle_keys(data: DataConfig) -> Iterator[tuple[str, Any, str]]:
     for name, source in data.sources.items():
         paths = [source.path, data.heldout if source is data else None]
         if all(_is_of_files(path) for path in paths if path):
-            for key, usual in (("name", SourceConfig.name), ("split", SourceConfig.split)):
-                if (value := getattr(source, key)) != usual:
-                    yield field_of(name, key), value, "files have no configs and no splits"
+            for key in ("name", "split", "revision"):
+                if (value := getattr(source, key)) != getattr(SourceConfig, key):
+                    yield field_of(name, key), value, "files have no configs, splits and revisions"
     if not data.mix and data.weight != SourceConfig.weight:
         yield "data.weight", data.weight, "it is of a data set in data.mix"
     if not data.mix and data.seed != DataConfig.seed and not data.shuffle_window:
@@ -241,6 +255,36 @@ def absent(config: DataConfig, instead: str | None) -> dict[str, str]:
     return told
 
 
+_REVISIONS = {"path": "revision", "heldout": "heldout_revision"}
+
+
+def pin(config: DataConfig, known: Callable[[str], Any] | None = None, world: World = ALONE) -> dict[str, str | None]:
+    """Let every data set of the hub be read at one commit, the same on all ranks; returns the commits, by the keys of
+    the config that they are set to.
+
+    That of the revision that is given, else what `known` says of the key: what a run that goes on began with, None
+    where it was not said; else the newest. With HF_HUB_OFFLINE the hub is not asked, and nothing changes. All ranks
+    call it. Raises UserError where the hub does not know the data set or the revision.
+    """
+    named = [(name, source, "path") for name, source in config.sources.items()]
+    named += [] if config.heldout is None else [("", config, "heldout")]
+    holders = {field_of(name, _REVISIONS[key]): (source, key, field_of(name, key)) for name, source, key in named}
+
+    def ask() -> dict[str, str | None]:
+        commits = {}
+        for at, (source, key, named_by) in holders.items():
+            path, given = getattr(source, key), getattr(source, _REVISIONS[key])
+            if not os.path.isdir(path) and not _files_of(source, key, named_by):
+                commits[at] = commit_of(path, given, named_by) if given or known is None else known(at)
+        return commits
+
+    commits = world.by_main(ask)
+    for at, commit in commits.items():
+        source, key, _ = holders[at]
+        setattr(source, _REVISIONS[key], commit)
+    return commits
+
+
 def open_source(config: SourceConfig, key: str = "path", name: str = "", field: str | None = None) -> Source:
     """The data at config.path, or at another path of the config (`key`: heldout). `name`: the data set's in a mix.
     `field`: what errors call the path; None: by both.
@@ -249,7 +293,8 @@ def open_source(config: SourceConfig, key: str = "path", name: str = "", field: 
     """
     path, field = getattr(config, key), field or field_of(name, key)
     files = _files_of(config, key, field)
-    source = _reader_of(files, config) if files else Hub(path, config.name, config.split, field)
+    revision = getattr(config, _REVISIONS[key])
+    source = _reader_of(files, config) if files else Hub(path, config.name, config.split, field, revision)
     check(next(source.rows(), None) is not None, f"{field} is {path}; it has no rows")
     return source
 

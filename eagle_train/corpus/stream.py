@@ -306,8 +306,11 @@ class Stream:
     def made_of(self) -> dict[str, Any]:
         """All that the order and the contents of batches depend on."""
         values = asdict(self.config)
-        for key in ("heldout", "workers", "prefetch", "malformed"):
+        for key in ("heldout", "heldout_revision", "workers", "prefetch", "malformed"):
             del values[key]
+        for source in (values["mix"] or {}).values():
+            if source["revision"] is None:  # as in checkpoints from before there was one
+                del source["revision"]
         renderer = self.feed.renderer
         values["date"] = renderer.template.date if renderer.reads_clock else None
         files, template = self.feed.identity(), renderer.identity()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.corpus.rows import PlacedRow
-from eagle_train.corpus.source import Source, open_source
+from eagle_train.corpus.source import Source, open_source, pin
 from eagle_train.distributed import ALONE, World
 from eagle_train.inference.requests.sampling_keys import KEYS
 from eagle_train.progress import progress
@@ -18,6 +18,8 @@ from eagle_train.regeneration.outcome import Outcome
 from eagle_train.regeneration.row_log import RowLog, earlier_settings
 from eagle_train.training.assembly import today
 
+_OF_DATA = ("path", "name", "split", "revision", "format", "columns", "roles", "date")
+
 
 def regenerate(config: RegenerateConfig, world: World = ALONE) -> None:
     """Write the answers to `config.out` and print the counts. Raises UserError.
@@ -25,6 +27,8 @@ def regenerate(config: RegenerateConfig, world: World = ALONE) -> None:
     `world`: the ranks that hold the target together. All read the data and answer; the first alone writes. Sets
     `config.data.date` to the date that all render prompts with.
     """
+    earlier = world.by_main(lambda: earlier_settings(Path(config.out)))
+    pin(config.data, earlier.get if earlier else None, world)
     source = open_source(config.data)
     dialogue_of(1, next(source.rows()), config.data)  # raises before a weight is loaded
     config.data.date = world.by_main(lambda: _date_of(config))
@@ -62,7 +66,7 @@ def _date_of(config: RegenerateConfig) -> str | None:
 def _settings(config: RegenerateConfig, identity: str) -> dict[str, Any]:
     """What the answers depend on: a run continues the file of another only if these are the same."""
     data, target = config.data, config.target
-    read = {key: getattr(data, key) for key in ("path", "name", "split", "format", "columns", "roles", "date")}
+    read = {key: getattr(data, key) for key in _OF_DATA}
     asked: dict[str, Any] = {"target": config.model, "target.chat_template": target.chat_template}
     asked["data.template_kwargs"] = data.template_kwargs
     params = {key: getattr(config.params, key) for key in (*KEYS, "max_tokens", "seed")}

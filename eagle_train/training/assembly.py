@@ -11,6 +11,7 @@ import logging
 import random
 import shlex
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from eagle_train.artifacts.layouts import unserved
 from eagle_train.artifacts.of_target import check_in_target, load_in_target
 from eagle_train.corpus.preview import check_data, check_same_data
 from eagle_train.corpus.render import ChatRenderer
-from eagle_train.corpus.source import DataConfig, absent, check_found
+from eagle_train.corpus.source import DataConfig, absent, check_found, pin
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
 from eagle_train.drafts import Draft, DraftConfig, kind_named, planned_config, saved_config
@@ -105,6 +106,8 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
 
     date = data.date or _day_of(out, train.resume, target_config)
     data.date = config.data.date = world.exchange(date)[0]  # the same on all ranks
+    for key, commit in pin(data, _known(out, train.resume, target_config), world).items():
+        OmegaConf.update(config, key, commit, force_add=True)
     renderer = renderer_of(target_config, data, hf_config)
     for note in world.by_each(lambda: check_data(data, renderer)):
         if world.is_main:
@@ -249,6 +252,24 @@ def _day_of(out: Path, resume: bool, target: TargetConfig) -> str:
     if not earlier and target.cached:
         earlier = read_header(Path(target.path), f"target.path={target.path}").made_of["data.date"]
     return str(earlier or today())
+
+
+def _known(out: Path, resume: bool, target: TargetConfig) -> Callable[[str], Any] | None:
+    """What the run in `out` began with, by key, if it is resumed, else what a cache of the target's states was made of;
+    None where there is neither."""
+    composed = out / "config.yaml"
+    if resume and composed.is_file():
+        return partial(OmegaConf.select, OmegaConf.load(composed))
+    if target.cached:
+        return partial(made_with, read_header(Path(target.path), f"target.path={target.path}").made_of)
+    return None
+
+
+def made_with(made_of: dict[str, Any], key: str) -> Any:
+    """The revision of the data set with this key, in what a cache says that it is made of."""
+    *_, name, last = key.split(".")
+    of_mix = (made_of.get("data.mix") or {}).get(name, {})
+    return of_mix.get(last) if key.startswith("data.mix.") else made_of.get(key)
 
 
 def today() -> str:

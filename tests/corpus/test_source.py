@@ -10,23 +10,29 @@ import sys
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
+import huggingface_hub
 import hydra
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 import eagle_train.cli  # noqa: F401  (gives Hydra the groups' fields)
+from eagle_train import train
 from eagle_train.corpus import json_files
 from eagle_train.corpus.columns import BESIDE, FORMATS
 from eagle_train.corpus.conversations import to_messages
 from eagle_train.corpus.rows import parse
-from eagle_train.corpus.source import DataConfig, SourceConfig, check_found, open_source
+from eagle_train.corpus.source import DataConfig, SourceConfig, check_found, open_source, pin
+from eagle_train.distributed import World
 from eagle_train.errors import UserError
 from eagle_train.fields import fields_of
 from eagle_train.settings import CONF_DIR, build
 from evals.bench.questions import read_questions
+from tests.support.command_line import call, chats, save_target
 
 
 def make_rows(num_rows: int) -> list[dict]:
@@ -120,6 +126,87 @@ def test_a_hub_name_that_does_not_load_is_the_users(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(UserError, match=r"data\.path is nobody/nothing; .*no data set: Couldn't reach"):
         open_source(DataConfig("nobody/nothing"))
+
+
+class FakeHub:
+    """me/chats and me/more at their newest commit, or at one that is named; what was asked is kept."""
+
+    def __init__(self, monkeypatch):
+        self.newest, self.asked, self.read = "a" * 40, [], []
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub, "dataset_info", self.info)
+        monkeypatch.setattr(datasets, "load_dataset", self.load)
+
+    def info(self, path: str, revision: str | None) -> Any:
+        self.asked.append((path, revision))
+        if revision not in (None, "old"):
+            raise ValueError("404 Client Error")
+        return SimpleNamespace(sha="0" * 40 if revision == "old" else self.newest)
+
+    def load(self, path: str, name: None, split: str, streaming: bool, revision: str | None = None) -> Any:
+        self.read.append((path, revision))
+        rows = chats(20, seed=int((revision or self.newest)[0], 16))
+        return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+
+@pytest.fixture
+def hub(monkeypatch) -> FakeHub:
+    return FakeHub(monkeypatch)
+
+
+def test_a_hub_data_set_is_pinned_to_a_commit(hub, monkeypatch, tmp_path):
+    file = write_jsonl(tmp_path / "rows.jsonl", make_rows(2))
+    mixed = {
+        "one": SourceConfig("me/chats"),
+        "two": SourceConfig("me/more", revision="old"),
+        "file": SourceConfig(file),
+    }
+    config = DataConfig(mix=mixed, heldout="me/held")
+    keys = ("data.mix.one.revision", "data.mix.two.revision", "data.heldout_revision")
+    newest, old = "a" * 40, "0" * 40
+    assert pin(config) == dict(zip(keys, (newest, old, newest), strict=True))
+    assert hub.asked == [("me/chats", None), ("me/more", "old"), ("me/held", None)]
+    assert [mixed[name].revision for name in mixed] == [newest, old, None]
+    before = open_source(mixed["one"]).identity()
+    open_source(config, "heldout")
+    assert hub.read == [("me/chats", newest), ("me/held", newest)]
+    mixed["one"].revision = "b" * 40
+    assert open_source(mixed["one"]).identity() != before
+    # a run that goes on reads what it began with, also where that was said of none
+    hub.newest, hub.asked = "c" * 40, []
+    for commit in (newest, None):
+        again = DataConfig("me/chats")
+        assert pin(again, {"data.revision": commit}.get) == {"data.revision": commit}
+        assert again.revision == commit
+    assert pin(DataConfig("me/chats", revision=newest)) == {"data.revision": newest}
+    assert hub.asked == []
+    # what the first rank is told is what all read; the others do not ask
+    monkeypatch.setattr(World, "agreed", lambda self, own: ({"data.revision": newest}, None))
+    other = DataConfig("me/chats")
+    pin(other, None, World(rank=1, size=2))
+    assert (other.revision, hub.asked) == (newest, [])
+
+
+def test_a_revision_that_the_hub_does_not_have_is_the_users(hub, monkeypatch):
+    told = r"^data\.path is me/chats; it is no file, and no data set of the hub at revision new: 404"
+    with pytest.raises(UserError, match=told):
+        pin(DataConfig("me/chats", revision="new"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert pin(DataConfig("me/chats")) == {"data.revision": None}
+
+
+def test_a_run_of_a_hub_data_set_goes_on_with_the_rows_it_began_with(hub, tmp_path, capsys):
+    common = (f"target={save_target(tmp_path / 'target')}", "target.dtype=float32", "data=messages",
+              "data.path=me/chats", "data.row_tokens=64", "draft.num_layers=1", "optim.tokens_per_step=64",
+              "train.micro_batch_rows=1", f"out={tmp_path / 'out'}")  # fmt: skip
+    assert call(train.main, *common, "train.steps=1") == 0
+    assert f"revision: {hub.newest}" in (tmp_path / "out/config.yaml").read_text()
+    hub.newest = "b" * 40
+    assert call(train.main, *common, "train.steps=2") == 0
+    assert {revision for _, revision in hub.read} == {"a" * 40}
+    capsys.readouterr()
+    assert call(train.main, *common, "train.steps=3", f"data.revision={hub.newest}") == 2
+    assert f"data.revision is {hub.newest}, but was {'a' * 40}" in capsys.readouterr().err
 
 
 def test_jsonl_is_read_line_by_line(tmp_path):
