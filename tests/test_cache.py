@@ -20,6 +20,8 @@ from eagle_train.artifacts.format import read_artifact
 from eagle_train.caching import build, size, walk
 from eagle_train.caching.options import Run
 from eagle_train.cli import compose
+from eagle_train.corpus import feed
+from eagle_train.distributed import World
 from eagle_train.errors import UserError
 from eagle_train.models import state_files
 from eagle_train.models.cached_target import load_cached
@@ -415,6 +417,23 @@ def test_of_much_data_a_sample_is_rendered(root, tmp_path, monkeypatch, capsys):
     assert told[0].sampled == 900
     assert told[0].disk_bytes == pytest.approx(taken(tmp_path / "cache"), rel=0.02)
     assert "(by 900 rows, within " in capsys.readouterr().err
+
+
+def test_ranks_render_a_sample_together(root, tmp_path, monkeypatch):
+    """None waits for the first one, and what they find is what one finds."""
+    seen, drawn = [], size._drawn
+    monkeypatch.setattr(size, "ALL", 20)
+    monkeypatch.setattr(size, "_drawn", lambda run, walk: seen.append((run, walk)) or drawn(run, walk))
+    assert run_cache(root, tmp_path / "cache", "eagle", "plan=true", "train.steps=10000") == 0
+    run, walk = seen[0]
+    rows, whole = drawn(run, walk)
+    assert (rows, len(whole)) == (65, 20)
+    rendered = []
+    monkeypatch.setattr(size, "render", lambda *given: rendered.append(1) or feed.render(*given))
+    for rank in range(3):
+        walk.stream.world = World(rank, 3)
+        assert drawn(run, walk) == (65, whole[rank::3])
+    assert len(rendered) < 65
 
 
 def test_a_plan_writes_nothing_and_a_full_disk_is_refused(root, tmp_path, monkeypatch, capsys):

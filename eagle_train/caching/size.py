@@ -57,7 +57,7 @@ def size_of(run: Run, walk: Walk, layout: Layout) -> Size:
     walk.close()
     if walk.is_over:
         return _sized(run, walk.totals, layout)
-    return walk.world.by_main(lambda: _sampled(run, walk, layout, heldout))
+    return _sampled(run, walk, layout, heldout)
 
 
 def _sized(run: Run, totals: Totals, layout: Layout) -> Size:
@@ -79,21 +79,33 @@ def _bytes_of(run: Run, totals: Totals, layout: Layout) -> int:
     return totals.documents * one + layout.document_bytes(totals.tokens, totals.kept, only) - one
 
 
-def _sampled(run: Run, walk: Walk, layout: Layout, heldout: Totals) -> Size:
-    """By ALL rows that are drawn from all of the data with equal chances; documents that are twice in the data count
-    twice. `heldout`: what is written of other data."""
-    draw, sample, rows = random.Random(0), list[Totals](), 0
-    feed, packer = walk.stream.feed, Packer(run.data)
+def _drawn(run: Run, walk: Walk) -> tuple[int, list[Totals]]:
+    """How many rows the data have, and what is packed of each of ALL rows that are drawn from them with equal chances.
+
+    Every rank reads all rows, and renders those that come to every so manieth place; returns its own.
+    """
+    draw, share, rows = random.Random(0), dict[int, Totals](), 0
+    feed, packer, world = walk.stream.feed, Packer(run.data), walk.world
     bar = progress(None, "row counted")
     for name, source in feed.sources.items():
         for placed in source.rows():
             rows += 1
             place = rows - 1 if rows <= ALL else draw.randrange(rows)
-            if place < ALL:
+            if place < ALL and place % world.size == world.rank:
                 rendered = render(placed, run.data.sources[name], feed.renderer)
-                sample[place : place + 1] = [_totals_of(packer, received(rendered, run.data), run)]
+                share[place] = _totals_of(packer, received(rendered, run.data), run)
             bar.update(rows)
     bar.close()
+    return rows, [share[place] for place in sorted(share)]
+
+
+def _sampled(run: Run, walk: Walk, layout: Layout, heldout: Totals) -> Size:
+    """By a sample; documents that are twice in the data count twice. `heldout`: what is written of other data. All
+    ranks call it: none waits for another that reads all of the data, which may take longer than ranks wait."""
+    world = walk.world
+    rows, own = world.by_each(lambda: _drawn(run, walk))
+    everyone = world.exchange(own)
+    sample = [everyone[place % world.size][place // world.size] for place in range(min(rows, ALL))]
     tokens = [each.tokens for each in sample]
     mean = fmean(tokens)
     share = rows / len(sample)
