@@ -4,12 +4,14 @@ Knows tokenizer and template, no weights. DESIGN section 3.1.
 """
 
 import json
+import os
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
 
+from eagle_train.corpus.arrow_files import Hub
 from eagle_train.corpus.columns import BESIDE, FORMATS, unread_columns
 from eagle_train.corpus.feed import BrokenTemplate, MalformedRow, render
 from eagle_train.corpus.render import ChatRenderer, render_row
@@ -82,11 +84,25 @@ def check_data(config: DataConfig, renderer: ChatRenderer, left_out: Collection[
 def check_same_data(config: DataConfig, world: World) -> None:
     """Raise CommonError unless the files of every data set have the same names and sizes on all ranks.
 
-    Each rank reads rows for all, so other files on one node would be trained on without a word. All ranks call it.
+    Each rank reads rows for all, so other files on one node would be trained on without a word. Warns of data that all
+    stream from the hub. All ranks call it.
     """
     if world.size == 1:
         return
-    own = world.by_each(lambda: {(each.field, each.path): each.source.identity() for each in _opened_sources(config)})
+
+    def look() -> tuple[dict[tuple[str, str | None], str], list[Opened]]:
+        opened = list(_opened_sources(config))
+        return {(each.field, each.path): each.source.identity() for each in opened}, opened
+
+    own, opened = world.by_each(look)
+    for each in opened if world.is_main else ():
+        if isinstance(each.source, Hub) and not os.path.isdir(str(each.path)):
+            warnings.warn(
+                f"{each.field} is {each.path}; each of {world.size} processes reads all of it from the hub, in every "
+                f"epoch; `hf download --repo-type dataset {each.path} --local-dir DIR` where all nodes see it, or "
+                f"`save_to_disk` of datasets, and {each.field}=DIR reads it once",
+                stacklevel=2,
+            )
     first, *others = world.exchange(own)
     for rank, seen in enumerate(others, 1):
         for (name, path), identity in seen.items():

@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ from eagle_train import train
 from eagle_train.corpus import json_files
 from eagle_train.corpus.columns import BESIDE, FORMATS
 from eagle_train.corpus.conversations import to_messages
+from eagle_train.corpus.preview import check_same_data
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, SourceConfig, check_found, open_source, pin
 from eagle_train.distributed import World
@@ -193,6 +195,19 @@ def test_a_revision_that_the_hub_does_not_have_is_the_users(hub, monkeypatch):
         pin(DataConfig("me/chats", revision="new"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert pin(DataConfig("me/chats")) == {"data.revision": None}
+
+
+def test_ranks_that_all_stream_from_the_hub_are_told_how_to_download_it(hub, monkeypatch, tmp_path):
+    monkeypatch.setattr(World, "exchange", lambda self, own: [own] * self.size)
+    config = DataConfig("me/chats", heldout=write_jsonl(tmp_path / "rows.jsonl", make_rows(2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_same_data(config, World())
+        check_same_data(config, World(1, 2))
+    told = "^data.path is me/chats; each of 2 processes reads .*; `hf download --repo-type dataset me/chats --local-dir"
+    with pytest.warns(UserWarning, match=told) as warned:
+        check_same_data(config, World(0, 2))
+    assert len(warned) == 1
 
 
 def test_a_run_of_a_hub_data_set_goes_on_with_the_rows_it_began_with(hub, tmp_path, capsys):
