@@ -1,13 +1,16 @@
 """one_writer.py: of two that write to one place the second is refused, before anything is touched."""
 
+import errno
 import json
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 
 from eagle_train import cache, datastore, regenerate, train
+from eagle_train import one_writer as one_writer_module
 from eagle_train.errors import UserError
 from eagle_train.one_writer import one_writer
 from tests.support.command_line import call
@@ -43,6 +46,29 @@ def test_a_directory_for_the_lock_alone_is_gone_with_it(tmp_path):
     with pytest.raises(KeyError), one_writer(out, out / ".lock"):
         raise KeyError
     assert not out.exists()
+
+
+def test_a_file_system_without_locks_is_told_and_the_holder_sees_who_came(tmp_path, monkeypatch):
+    """As where each node has locks of its own: nobody is refused, and who came first finds another's name."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    out = tmp_path / "one"
+    with one_writer(out, out / ".lock") as hold:
+        assert hold.other() is None
+    monkeypatch.setattr(one_writer_module.fcntl, "flock", refuse)
+    first = ExitStack()
+    with pytest.warns(UserWarning, match=f"^out={out}: its file system has no locks") as warned:
+        hold = first.enter_context(one_writer(out, out / ".lock"))
+    assert len(warned) == 1
+    assert hold.other() is None
+    (out / ".lock").write_text("process 7 on another\n12 abc")
+    assert hold.other() == "process 7 on another"
+    first.close()
+    assert (out / ".lock").exists()  # another's
+    (out / ".lock").unlink()
+    assert hold.other() == "another process"
 
 
 def test_where_nothing_can_be_written_the_command_says_so(tmp_path):
