@@ -10,7 +10,7 @@ import logging
 import netrc
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
 _WANDB_HOST = "api.wandb.ai"  # netrc entries name it even where wandb's default address has another name
 _INIT_TIMEOUT = 60  # seconds
+_FINISH_TIMEOUT = 30.0  # seconds; clusters that preempt a job give it little more
 
 
 class Meter:
@@ -129,6 +130,9 @@ class WandbTracker:
         settings = self.wandb.Settings(
             init_timeout=_INIT_TIMEOUT, console="off", x_disable_meta=True, disable_git=True, disable_code=True
         )
+        # Without one a lost network would keep a run from its end, or from leaving a node that is preempted.
+        if hasattr(settings, "finish_timeout") and "WANDB_FINISH_TIMEOUT" not in os.environ:  # older ones have none
+            settings.finish_timeout = _FINISH_TIMEOUT
         try:
             self.run = self.wandb.init(
                 **self.arguments, dir=self.directory, id=id_file.read_text(), resume="allow", settings=settings
@@ -182,23 +186,45 @@ class MetricsLog:
         write_text(self.path, "".join(_kept_lines(self.path, resumed_step)))
         # Unbuffered: a line is in the file at once, and a failed write is not repeated when the file is closed.
         self._file = self.path.open("ab", buffering=0)
+        self._unwritten = b""
         self._tracker = tracker
         tracker.start(resumed=resumed_step is not None)
 
     def log(self, step: int, record: Record) -> None:
-        """Write one record. Raises UserError when the disk refuses."""
-        line = json_text({"step": step, **record}) + "\n"
-        try:
-            self._file.write(line.encode())
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: the record of step {step} could not be written: {one_line(error)}"
-            ) from error
-        self._tracker.log(step, record)
+        """Write one record, after those that the disk refused before. Where it refuses again, or the tracker fails,
+        that is told in the log, and the run goes on."""
+        self._unwritten += (json_text({"step": step, **record}) + "\n").encode()
+        self._write(step)
+        self._track(lambda: self._tracker.log(step, record))
 
     def close(self) -> None:
-        self._file.close()
-        self._tracker.close()
+        if self._unwritten:
+            self._write(None)
+        try:
+            self._file.close()
+        except OSError as error:  # network file systems may refuse only here what they took before
+            _LOG.warning("%s: the last records may be missing: %s", self.path, one_line(error))
+        self._track(self._tracker.close)
+
+    def _write(self, step: int | None) -> None:
+        """Write what is not written yet; what the disk refuses stays for the next time. `step`: None at the end."""
+        try:
+            while self._unwritten:
+                written = self._file.write(self._unwritten)  # perhaps a part, where a quota ends within it
+                self._unwritten = self._unwritten[written:]
+        except OSError as error:
+            then = "are lost" if step is None else "are written with the next one"
+            lines = self._unwritten.count(b"\n")
+            _LOG.warning("%s cannot be written: %s; %d records %s", self.path, one_line(error), lines, then)
+
+    def _track(self, call: Callable[[], None]) -> None:
+        """Call the tracker; one that fails is told of once, and is not called again."""
+        try:
+            call()
+        except Exception as error:  # a service of others, which may die or lose its network, and raises what it likes
+            told = f"{type(error).__name__}: {one_line(error)}"
+            _LOG.warning("the tracker failed, and the run goes on without it (%s has all records): %s", self.path, told)
+            self._tracker = NoTracker(self.path.parent, {})
 
 
 def _kept_lines(path: Path, resumed_step: int | None) -> Iterator[str]:

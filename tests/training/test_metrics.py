@@ -2,6 +2,7 @@
 out.
 """
 
+import errno
 import json
 import math
 import os
@@ -110,13 +111,70 @@ def test_a_foreign_line_is_named(tmp_path):
         MetricsLog(tmp_path, NoTracker(tmp_path, {}), resumed_step=3)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_one_line(tmp_path):
-    log = MetricsLog(tmp_path, NoTracker(tmp_path, {}))
-    log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-    with pytest.raises(UserError, match=r"metrics\.jsonl.*step 3.*No space left"):
-        log.log(3, {"loss": 1.0})
+class Refusing:
+    """A file that takes so many bytes at each write, and refuses the write where that is 0."""
+
+    def __init__(self, file, takes: list[int]):
+        self.file, self.takes = file, takes
+
+    def write(self, data: bytes) -> int:
+        most = self.takes.pop(0) if self.takes else len(data)
+        if not most:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return self.file.write(data[:most])
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("takes", [[0], [5, 0], [0, 0, 7, 9, 0]], ids=["refused", "torn", "again and again"])
+def test_a_record_that_the_disk_refuses_is_written_with_a_later_one(tmp_path, caplog, takes):
+    tracker = Recorder()
+    log = MetricsLog(tmp_path, tracker)
+    log.log(1, {"loss": 1.0})
+    log._file = Refusing(log._file, list(takes))
+    for step in (2, 3, 4):
+        log.log(step, {"loss": 1 / step})
+    log.log(4, {"heldout_loss": 0.5})
     log.close()
+    expected = [{"step": step, "loss": 1 / step} for step in (1, 2, 3, 4)] + [{"step": 4, "heldout_loss": 0.5}]
+    assert lines(tmp_path) == expected
+    assert len(tracker.calls) == 7  # it has all, when they come
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == takes.count(0)
+    assert "metrics.jsonl cannot be written: [Errno 122] Disk quota exceeded; 1 records are written with" in told[0]
+
+
+def test_records_that_are_lost_at_the_end_are_counted(tmp_path, caplog):
+    log = MetricsLog(tmp_path, NoTracker(tmp_path, {}))
+    log._file = Refusing(log._file, [0] * 9)
+    for step in (1, 2):
+        log.log(step, {"loss": 1.0})
+    log.close()
+    assert "2 records are lost" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize("dies_at", [2, "close"])
+def test_a_tracker_that_dies_is_told_of_once_and_left(tmp_path, caplog, dies_at):
+    class Dies(Recorder):
+        def log(self, step, record):
+            super().log(step, record)
+            if step == dies_at:
+                raise ConnectionResetError("Connection lost")
+
+        def close(self):
+            super().close()
+            raise ConnectionResetError("Connection lost")
+
+    tracker = Dies()
+    log = MetricsLog(tmp_path, tracker)
+    for step in (1, 2, 3):
+        log.log(step, {"loss": 1.0})
+    log.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert tracker.calls[-1] == ((2, {"loss": 1.0}) if dies_at == 2 else "close")
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "ConnectionResetError: Connection lost" in told
 
 
 def test_secrets_are_redacted():
@@ -268,6 +326,22 @@ def test_steps_that_wandb_has_are_not_sent_again(tmp_path, no_key):
     for step in (4, 5, 6):
         tracker.log(step, {"loss": step})
     assert tracker.run.sent == [(5, {"loss": 5}), (6, {"loss": 6})]
+
+
+@pytest.mark.parametrize(("named", "expected"), [(None, metrics._FINISH_TIMEOUT), ("7", 7)])
+def test_the_end_of_a_run_waits_for_no_network_without_end(tmp_path, no_key, monkeypatch, named, expected):
+    wandb = pytest.importorskip("wandb")
+    if "finish_timeout" not in wandb.Settings.model_fields:
+        pytest.skip("this version of wandb has no finish_timeout")
+    if named is not None:
+        monkeypatch.setenv("WANDB_FINISH_TIMEOUT", named)
+    given = []
+    monkeypatch.setattr(wandb, "init", lambda **arguments: given.append(arguments["settings"]))
+    WandbTracker(tmp_path, {}, mode="disabled").start(resumed=False)
+    settings = wandb.Settings()
+    settings.update_from_env_vars(os.environ)
+    settings.update_from_settings(given[0])
+    assert settings.finish_timeout == expected
 
 
 def test_sizes_and_times_are_told_in_units_that_fit():
