@@ -49,4 +49,11 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
-        print(f"{prefix}{self.format(record)}", file=sys.stderr, flush=True)
+        try:
+            print(f"{prefix}{self.format(record)}", file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            raise
+        except (
+            OSError
+        ):  # a file on a full disk, say, of which this may be the warning; what is said next is tried again
+            pass

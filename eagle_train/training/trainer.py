@@ -74,6 +74,7 @@ class Trainer:
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self._vote: Callable[[], bool] = lambda: False  # the result of the ranks' last vote on it
         self._saved_step = 0  # the last one with a checkpoint
+        self._saved_score: float | None = None  # of that one
 
     def __str__(self) -> str:
         said, step = f"{self.draft.num_parameters / 1e6:.1f} M draft parameters for {self.target.name}", self.state.step
@@ -181,7 +182,7 @@ class Trainer:
                         self.save(measured.get("simulated_tpc"))
                 if self._is_stopped() and not self.budget.is_last:
                     self._interrupt()
-            self.store.wait()
+            self._save_last_step()
         bar.close()
         return heldout
 
@@ -193,13 +194,16 @@ class Trainer:
         )
 
     def save(self, score: float | None = None) -> None:
-        """Write a checkpoint in the background: draft, optimiser, data position, random state. All ranks call it."""
+        """Write a checkpoint in the background: draft, optimiser, data position, random state. All ranks call it.
+
+        Raises CommonError where the disk refused the one before, and refuses this one.
+        """
         self.state.seconds, self.state.finished = self.budget.seconds, self.budget.is_last
         saved = self.state.saved(dataclasses.asdict(self.target.identity), self.config.target_quant)
         tensors = RankTensors.copied(*self.backend.state(), self.world)
         config = self.draft.config.saved()
         self.store.save_in_background(self.state.step, tensors, config, saved, keep=self.config.keep, score=score)
-        self._saved_step = self.state.step
+        self._saved_step, self._saved_score = self.state.step, score
 
     def resume(self) -> bool:
         """Continue from the newest complete checkpoint in the directory; False if there is none. All ranks call it.
@@ -322,9 +326,11 @@ class Trainer:
         return self.budget.is_last or (every > 0 and self.state.step % every == 0)
 
     def _save_last_step(self) -> None:
-        """Ensure that the last whole step has a checkpoint; step 0 needs none."""
+        """Ensure that the last whole step has a checkpoint; step 0 needs none. What the disk refused is tried again."""
         if self.state.step > self._saved_step:
             self.save()
+        if self.store.has_failed():
+            self.save(self._saved_score)
         self.store.wait()
 
     def _interrupt(self) -> NoReturn:

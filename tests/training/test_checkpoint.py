@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -222,6 +223,70 @@ def test_saving_in_the_background(tmp_path):
         store.save_in_background(3, RankTensors.copied({"w": weights}, {}), {}, {}, keep=0)
         with pytest.raises(UserError, match="step 3 could not be written"):
             store.wait()
+
+
+def test_a_background_save_that_the_disk_refuses_is_told_of_at_once_and_the_next_one_tried(tmp_path, capsys):
+    log_to_stderr()  # as commands do
+    store = CheckpointStore(tmp_path)
+
+    def save(step: int) -> None:
+        store.save_in_background(step, RankTensors.copied({"w": torch.zeros(5)}, {}), {}, {}, keep=0)
+
+    with disk_for(100):
+        save(1)
+        assert store.has_failed()
+    [told] = capsys.readouterr().err.splitlines()
+    assert "step 1 could not be written" in told
+    save(2)
+    assert not store.has_failed()
+    assert store.wait() is None  # it was waited for
+    save(3)
+    assert store.wait() == tmp_path / "step-00000003"
+    with disk_for(100):
+        save(4)
+        with pytest.raises(UserError, match="step 5 could not be written"):
+            save(5)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_what_cannot_be_removed_ends_no_save(tmp_path, monkeypatch, capsys):
+    """As of a network file system, which keeps files that are open (.nfs*), and of other users."""
+    log_to_stderr()  # as commands do
+    for step in (1, 2):
+        some_save(tmp_path, step)
+    leftover = tmp_path / ".step-00000003.partial"
+    leftover.mkdir()
+    (leftover / ".nfs01").touch()
+    removed = shutil.rmtree
+
+    def refuse(path, ignore_errors=False):
+        if any(Path(path).glob(".nfs*")):
+            if not ignore_errors:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+            return
+        removed(path, ignore_errors)
+
+    renamed = Path.rename
+
+    def refuse_the_first(path, target):
+        if path.name == "step-00000001":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        return renamed(path, target)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    monkeypatch.setattr(Path, "rename", refuse_the_first)
+    some_save(tmp_path, 3, keep=1)
+    told = capsys.readouterr().err.splitlines()
+    assert [".step-00000003.partial cannot be removed" in told[0], "step-00000001 cannot be removed" in told[1]] == [
+        True,
+        True,
+    ]
+    kept = [name for name in names(tmp_path) if not name.startswith(".")]
+    assert kept == ["step-00000001", "step-00000003"]
+    assert open_checkpoint(tmp_path / "step-00000003").step == 3
+    monkeypatch.undo()
+    some_save(tmp_path, 4, keep=1)
+    assert names(tmp_path) == ["step-00000004"]
 
 
 def test_the_same_step_is_replaced(tmp_path):

@@ -2,7 +2,9 @@
 resume.
 """
 
+import errno
 import math
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from eagle_train.ops.attention import packed_attention
 from eagle_train.training import runaway
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.budget import Budget
-from eagle_train.training.checkpoint.format import checkpoints, score_of
+from eagle_train.training.checkpoint.format import checkpoints, score_of, step_of
 from eagle_train.training.evaluate import most_likely
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.target_pass import target_states
@@ -414,6 +416,28 @@ def test_a_run_that_is_told_to_stop_leaves_its_step_and_repeats_it(tmp_path, dat
     assert second.state.step == done
     assert run_training(second, resumed=done > 0) == metrics
     assert same_weights(second, whole)
+
+
+@pytest.mark.parametrize("stop", [True, False], ids=["told to stop", "at the end"])
+def test_a_last_checkpoint_that_the_disk_refused_is_tried_again(tmp_path, data, monkeypatch, stop):
+    trainer = make_trainer(tmp_path / "run", data, save_every=2, keep=0)
+    last = 2 if stop else trainer.config.steps
+    refused, write = [], os.fsync
+
+    def refuse_once(descriptor):
+        if trainer.state.step == last and not refused:
+            refused.append(last)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_once)
+    trainer.stop_asked = lambda: stop and trainer.state.step == last
+    with pytest.raises(Interrupted) if stop else nullcontext():
+        metrics = run_training(trainer)
+    assert refused == [last]
+    assert step_of(checkpoints(tmp_path / "run")[-1]) == last
+    if not stop:
+        assert score_of(checkpoints(tmp_path / "run")[-1]) == metrics[-1]["heldout_simulated_tpc"]
 
 
 def test_resuming_goes_on_with_the_random_numbers(tmp_path, data):

@@ -9,9 +9,9 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,9 +51,29 @@ class CheckpointStore:
         self._running: Future[Path] | None = None
 
     def save_in_background(self, *arguments: Any, **options: Any) -> None:
-        """`save` in a thread, after waiting for the one before. Raises what that one raised."""
-        self.wait()
-        self._running = self._thread.submit(self.save, *arguments, **options)
+        """`save` in a thread, after waiting for the one before.
+
+        Where the disk refused that one, this one is waited for too; raises CommonError if it is refused as well.
+        """
+        failed = self.has_failed()
+        if not failed:
+            self.wait()
+        self._running = self._thread.submit(self._save_or_tell, *arguments, **options)
+        if failed:
+            self.wait()
+
+    def _save_or_tell(self, *arguments: Any, **options: Any) -> Path:
+        """`save`, which tells in the log what it raises: who waits for it may come much later."""
+        try:
+            return self.save(*arguments, **options)
+        except CommonError as error:
+            if self.world.is_main:
+                _LOG.warning("%s", error)
+            raise
+
+    def has_failed(self) -> bool:
+        """Whether the disk refused the last save in the background; waits for it. The same on all ranks."""
+        return self._running is not None and isinstance(self._running.exception(), CommonError)
 
     def wait(self) -> Path | None:
         """Wait for the save in the background, if there is one; returns its directory. Raises what the save raised."""
@@ -104,6 +124,7 @@ class CheckpointStore:
         if self.world.is_main:
             self.directory.mkdir(parents=True, exist_ok=True)
             _clean_up(self.directory)
+            _move_aside(partial)
             partial.mkdir()
 
     def _finish(self, partial: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -203,6 +224,7 @@ def _publish(partial: Path, final: Path) -> None:
     """Give the finished directory its name, in place of an older one of the same step."""
     replaced = _replaced_name(final)
     if final.exists():
+        _move_aside(replaced)
         final.rename(replaced)
     partial.rename(final)
     flush(final.parent)
@@ -226,7 +248,24 @@ def _clean_up(directory: Path) -> None:
     _restore_replaced(directory)
     for pattern in (".step-*.partial", ".step-*.replaced"):
         for leftover in directory.glob(pattern):
-            shutil.rmtree(leftover)
+            with _warned(leftover):
+                shutil.rmtree(leftover)
+
+
+@contextmanager
+def _warned(path: Path) -> Iterator[None]:
+    """Warn where the disk refuses to remove what is not needed any more: a network file system keeps files that are
+    still open somewhere (.nfs*), and others' files may be in it. It is tried again at the next save."""
+    try:
+        yield
+    except OSError as error:
+        _LOG.warning("%s cannot be removed: %s", path, one_line(error))
+
+
+def _move_aside(leftover: Path) -> None:
+    """Give what could not be removed another name, under which `_clean_up` finds it again."""
+    if leftover.exists():
+        leftover.rename(leftover.with_name(f"{leftover.stem}.{time.time_ns()}.partial"))
 
 
 def _prune(directory: Path, step: int, keep: int) -> None:
@@ -236,11 +275,13 @@ def _prune(directory: Path, step: int, keep: int) -> None:
     best = max(scores, key=lambda path: (scores[path], step_of(path)), default=None)
     for path in paths[:-keep]:
         if path != best:
-            _discard(path)
+            with _warned(path):
+                _discard(path)
 
 
 def _discard(path: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that a kill cannot leave half of it under its name."""
     doomed = path.with_name(f".{path.name}.partial")
+    _move_aside(doomed)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
