@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from eagle_train.errors import UserError
 from eagle_train.results import count_in_words, in_words, redact, time_in_words
 from eagle_train.settings import CONF_DIR
+from eagle_train.terminal import log_to_stderr
 from eagle_train.training import metrics
 from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, WandbTracker
 from tests.support.processes import run
@@ -128,7 +129,8 @@ class Refusing:
 
 
 @pytest.mark.parametrize("takes", [[0], [5, 0], [0, 0, 7, 9, 0]], ids=["refused", "torn", "again and again"])
-def test_a_record_that_the_disk_refuses_is_written_with_a_later_one(tmp_path, caplog, takes):
+def test_a_record_that_the_disk_refuses_is_written_with_a_later_one(tmp_path, capsys, takes):
+    log_to_stderr()  # as commands do
     tracker = Recorder()
     log = MetricsLog(tmp_path, tracker)
     log.log(1, {"loss": 1.0})
@@ -140,22 +142,25 @@ def test_a_record_that_the_disk_refuses_is_written_with_a_later_one(tmp_path, ca
     expected = [{"step": step, "loss": 1 / step} for step in (1, 2, 3, 4)] + [{"step": 4, "heldout_loss": 0.5}]
     assert lines(tmp_path) == expected
     assert len(tracker.calls) == 7  # it has all, when they come
-    told = [record.getMessage() for record in caplog.records]
+    told = capsys.readouterr().err.splitlines()
     assert len(told) == takes.count(0)
     assert "metrics.jsonl cannot be written: [Errno 122] Disk quota exceeded; 1 records are written with" in told[0]
 
 
-def test_records_that_are_lost_at_the_end_are_counted(tmp_path, caplog):
+def test_records_that_are_lost_at_the_end_are_counted(tmp_path, capsys):
+    log_to_stderr()  # as commands do
     log = MetricsLog(tmp_path, NoTracker(tmp_path, {}))
     log._file = Refusing(log._file, [0] * 9)
     for step in (1, 2):
         log.log(step, {"loss": 1.0})
     log.close()
-    assert "2 records are lost" in caplog.records[-1].getMessage()
+    assert "2 records are lost" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("dies_at", [2, "close"])
-def test_a_tracker_that_dies_is_told_of_once_and_left(tmp_path, caplog, dies_at):
+def test_a_tracker_that_dies_is_told_of_once_and_left(tmp_path, capsys, dies_at):
+    log_to_stderr()  # as commands do
+
     class Dies(Recorder):
         def log(self, step, record):
             super().log(step, record)
@@ -173,7 +178,7 @@ def test_a_tracker_that_dies_is_told_of_once_and_left(tmp_path, caplog, dies_at)
     log.close()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
     assert tracker.calls[-1] == ((2, {"loss": 1.0}) if dies_at == 2 else "close")
-    [told] = [record.getMessage() for record in caplog.records]
+    [told] = capsys.readouterr().err.splitlines()
     assert "ConnectionResetError: Connection lost" in told
 
 
