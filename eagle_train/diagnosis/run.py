@@ -173,9 +173,9 @@ class Examination:
     def in_vllm(self, found: Diagnosis) -> None:
         """The same prompts in vLLM, of which those count that both engines answered with drafts."""
         asked = [question for number, question in enumerate(self.questions) if number in self.outputs]
-        about, outputs = self.reading.about, list(self.outputs.values())
+        about, draft, outputs = self.reading.about, self.draft.config, list(self.outputs.values())
         try:
-            found.add(in_vllm(self.config, self.config.vllm, about, self.requests, asked, outputs, self.depth))
+            found.add(in_vllm(self.config, self.config.vllm, about, draft, self.requests, asked, outputs, self.depth))
         except UserError as error:  # vLLM's own failure; no other check needs it
             found.failed = str(error)
             found.not_checked.append(NotChecked(IN_VLLM, found.failed))

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from eagle_train.artifacts.format import Artifact
-from eagle_train.artifacts.layouts import layout_of
+from eagle_train.artifacts.layouts import NAMES, layout_of
 from eagle_train.diagnosis.causes import Finding, NotChecked
 from eagle_train.diagnosis.learning import Learnt
 from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.texts import Question
-from eagle_train.diagnosis.vllm import VLLM, Counts, counts_of, dtype_for, job_for, run_job, version_of
+from eagle_train.diagnosis.vllm import VLLM, Counts, counts_of, dtype_for, job_for, run_job, share_of_free, version_of
+from eagle_train.drafts import DraftConfig
+from eagle_train.drafts.layouts import Layout
 from eagle_train.inference import Output, Requests
+from eagle_train.models.draft_quantisation import Quant
 
 IN_VLLM = "the same prompts in vLLM"
 LEAST_LOSS = 0.05
@@ -26,16 +29,17 @@ def in_vllm(
     config: DoctorConfig,
     vllm: VLLM,
     about: Artifact | None,
+    draft: DraftConfig,
     requests: Requests,
     questions: Sequence[Question],
     outputs: Sequence[Output],
     depth: int,
 ) -> Learnt:
-    """What vLLM accepts of the draft's files against our engine's counts. `outputs`: our answers, a question each.
-    Raises UserError where vLLM fails."""
-    layout = layout_of(about.layout, about.draft) if about is not None else None
-    if about is None or layout is None or not layout.vllm:
-        return _not_asked("the draft is not in vLLM's layout; eagle-export layout=vllm writes it")
+    """What vLLM accepts of the draft's files against our engine's counts. `about`: what our own artifact says, None
+    for a draft of others; `outputs`: our answers, a question each. Raises UserError where vLLM fails."""
+    layout = _of_others(draft) if about is None else _of_ours(about)
+    if isinstance(layout, str):
+        return _not_asked(layout)
     if shutil.which(vllm.python) is None:
         return _not_asked(f"vllm.python={vllm.python}: no such program; `bash launch/vllm.sh` makes it")
     version, own, target = version_of(vllm.python), counts_of(outputs, config.max_tokens), requests.target
@@ -45,12 +49,12 @@ def in_vllm(
         layout.speculative_config(config.path, depth),
         prompts,
         Path(config.out) / "vllm_answer.json",
-        dtype=dtype_for(target.dtype, about.quant.scheme, target.device),
+        dtype=dtype_for(target.dtype, "none" if about is None else about.quant.scheme, target.device),
         max_positions=target.max_positions,
         max_num_seqs=config.batch_size,
         max_tokens=config.max_tokens,
         stop_ids=requests.stop_ids,
-        more=vllm.arguments,
+        more=share_of_free(target.device) | (vllm.arguments or {}),
         trust_remote_code=config.target.trust_remote_code,
     )
     served = run_job(job, vllm, Path(config.out))
@@ -59,6 +63,27 @@ def in_vllm(
         return Learnt([], [], figures)
     lost = own.acceptance_length - served.acceptance_length
     return Learnt([Finding("engine", _said(own, served), lost)], [], figures)
+
+
+def _of_ours(about: Artifact) -> Layout | str:
+    """The layout of an artifact's files, where vLLM reads it; else why it is not asked."""
+    layout = layout_of(about.layout, about.draft)
+    if layout is not None and layout.vllm:
+        return layout
+    own = about.draft.layouts.get("vllm")
+    refusal = f"has no draft={about.draft.kind}" if own is None else own.refusal(about.draft, about.quant)
+    if refusal is not None:
+        return f"{NAMES['vllm']} {refusal}"
+    return "the draft is not in vLLM's layout; eagle-export layout=vllm writes it"
+
+
+def _of_others(draft: DraftConfig) -> Layout | str:
+    """The layout of drafts of this kind, which tells how vLLM is given the files of others; or why it is not asked."""
+    layout = draft.layouts.get("vllm")
+    if layout is None:
+        return f"{NAMES['vllm']} reads no files of draft={draft.kind}"
+    refusal = layout.refusal(draft, Quant())
+    return layout if refusal is None else f"{NAMES['vllm']} {refusal}"
 
 
 def _not_asked(reason: str) -> Learnt:

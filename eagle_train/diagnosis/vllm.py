@@ -3,7 +3,9 @@
 It runs in its own interpreter (vllm_job.py). Nothing is timed. Knows nothing of targets or reports.
 """
 
+import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -22,6 +24,8 @@ from eagle_train.results import write_json
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """A launcher's variables: vLLM starts processes of its own."""
+SHARE = 0.9
+"""Of a GPU's memory, or of what is free of it, for vLLM: its own default."""
 JOB = Path(__file__).with_name("vllm_job.py")
 IMPORT_TIMEOUT_S = 300  # the first import of vLLM compiles its modules
 
@@ -93,6 +97,17 @@ def dtype_for(target: torch.dtype, scheme: str, device: torch.device) -> torch.d
     """What vLLM is to compute in, with a draft of this quantisation: as we do, but on a CPU with INT4 in bf16, as its
     product there takes nothing else."""
     return torch.bfloat16 if scheme == "int4" and device.type == "cpu" else target
+
+
+def share_of_free(device: torch.device) -> dict[str, float]:
+    """The argument of vLLM's `LLM` with which it fits beside what this process keeps on a GPU, a target, say: vLLM
+    counts it in shares of the whole. Nothing for a CPU."""
+    if device.type != "cuda":
+        return {}
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, whole = torch.cuda.mem_get_info(device)
+    return {"gpu_memory_utilization": math.floor(1000 * SHARE * free / whole) / 1000}
 
 
 def job_for(

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from eagle_train import doctor
-from eagle_train.diagnosis import Diagnosis
-from eagle_train.diagnosis.vllm import VLLM, Counts, dtype_for, run_job, version_of
+from eagle_train.diagnosis import Diagnosis, served_by_vllm
+from eagle_train.diagnosis.vllm import VLLM, Counts, dtype_for, run_job, share_of_free, version_of
 from eagle_train.errors import UserError
 from tests.support.command_line import call
 from tests.support.doctor_models import PLACE
 from tests.support.fake_vllm import GOOD, giving, interpreter
-from tests.support.planted import causes, edited, examined, exported
+from tests.support.planted import causes, edited, examined, exported, native
 
 
 def served(directory: Path, answering: str, timeout_s: float = 60) -> Counts:
@@ -135,6 +135,36 @@ def test_what_vllm_computes_in(scheme, device, computes_in):
     assert dtype_for(torch.float16, scheme, torch.device(device)) == computes_in
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_drafts_of_others_are_asked_too(tmp_path, name):
+    """Which do not say for which engine they are."""
+    place = edited(exported(tmp_path / "draft", name, "vllm"), lambda values: values.pop("eagle_train"))
+    (tmp_path / "out").mkdir()
+    vllm = VLLM(str(interpreter(tmp_path, counts(3, 1, 0))), 60.0, 1, None)
+    found = examined(place, vllm=vllm, out=str(tmp_path / "out"), limit=2)
+    assert causes(found)[0] == "engine"
+    job = json.loads((tmp_path / "out" / "vllm_job.json").read_text())
+    assert job["llm"]["speculative_config"] == {"method": name, "model": str(place), "num_speculative_tokens": 3}
+
+
+def test_vllm_takes_what_is_free_of_a_gpu(monkeypatch):
+    """Beside our target, which stays there."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (30 * 2**30, 80 * 2**30))
+    assert share_of_free(torch.device("cuda")) == {"gpu_memory_utilization": 0.337}
+    assert share_of_free(torch.device("cpu")) == {}
+
+
+def test_what_a_user_says_of_memory_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(served_by_vllm, "share_of_free", lambda device: {"gpu_memory_utilization": 0.3})
+    place = exported(tmp_path / "draft", "eagle3", "vllm")
+    (tmp_path / "out").mkdir()
+    for arguments, wanted in ((None, 0.3), ({"gpu_memory_utilization": 0.2}, 0.2)):
+        vllm = VLLM(str(interpreter(tmp_path, counts(10, 10, 10))), 60.0, 1, arguments)
+        examined(place, vllm=vllm, out=str(tmp_path / "out"), limit=2, max_tokens=16)
+        job = json.loads((tmp_path / "out" / "vllm_job.json").read_text())
+        assert job["llm"]["gpu_memory_utilization"] == wanted
+
+
 def test_why_vllm_is_not_asked(tmp_path):
     def reason(draft: Path) -> str:
         (found,) = [each for each in examined(draft, limit=2).not_checked if each.check.endswith("vLLM")]
@@ -142,3 +172,8 @@ def test_why_vllm_is_not_asked(tmp_path):
 
     assert "not in vLLM's layout" in reason(PLACE / "eagle3")
     assert "no such program" in reason(exported(tmp_path / "draft", "eagle3", "vllm"))
+    few = list(range(2, 90))
+    native(tmp_path / "few", "eagle", lambda draft: None, vocab_size=len(few), vocabulary=few)
+    theirs = exported(tmp_path / "theirs", str(tmp_path / "few"), "sglang")
+    told = reason(edited(theirs, lambda values: values.pop("eagle_train")))
+    assert told.startswith("vLLM proposes from the target's whole vocabulary, and this draft has a part of it")
