@@ -43,10 +43,13 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
 
 
 def test_every_preset_of_data_is_taken():
-    """That of the bundled data names the doctor's prompts as its held-out data."""
-    values = compose("doctor", ["data=stdlib", "draft.path=nowhere"])
-    config = build(DoctorConfig, values, "")
-    assert (config.data.path, config.data.heldout) == ("outputs/stdlib_chat/heldout.jsonl", None)
+    """That of the bundled data names the doctor's own prompts, the default, as its held-out data."""
+    bundled = "outputs/stdlib_chat"
+    paths = {"data=stdlib": f"{bundled}/train.jsonl", "data=gsm8k": "openai/gsm8k", "": f"{bundled}/heldout.jsonl"}
+    for given, path in paths.items():
+        values = compose("doctor", [*filter(None, [given]), "draft.path=nowhere"])
+        config = build(DoctorConfig, values, "")
+        assert (config.data.path, config.data.heldout) == (path, None)
 
 
 def test_default_prompts_and_another_target_are_told_of(tmp_path, monkeypatch, capsys):
