@@ -1,6 +1,7 @@
 """eagle-doctor as a command: what it prints and writes, its exit status, and users' mistakes."""
 
 import json
+import re
 import shutil
 from html import unescape
 
@@ -31,6 +32,7 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "healthy: nothing was found"
     assert "tokens per call (TPC; 99 % interval" in told[1]
+    assert re.search(r"; contexts of up to \d+ tokens were asked\.$", told[1])
     assert told[2].startswith("1 + drafts accepted after every token: ")
     assert len(told) <= 25
     found = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -98,7 +98,7 @@ def calls(target: Target, draft: Draft, part: Part) -> list[Call]:
         for name, module in leaves.items()
         if not isinstance(module, nn.Identity)
     ]
-    (states,) = draft.unrolled(draft, part.rows, 1)
+    (states,) = draft.unrolled(draft, part.rows(), 1)
     draft.logits(states, Head(draft, target.lm_head))
     for hook in hooks:
         hook.remove()
@@ -130,7 +130,7 @@ def _told(
     rows, right = found.flatten(0, -2), call.output.flatten(0, -2)
     each = (rows - right).norm(dim=-1) / right.norm(dim=-1).clamp(min=1e-30)
     at = min(int((each > _EXPLAINED[scheme]).long().argmax()), part.tokens.shape[1] - 1)  # behind it: mask slots
-    position, token = int(part.rows.positions[0, at]), int(part.tokens[0, at])
+    position, token = int(part.positions[0, at]), int(part.tokens[0, at])
     where = f"First divergence at {call.name}, token {at} (id {token}), position {position}: {off:.0%} off"
     explained = f"where {'rounding' if scheme == 'none' else scheme} explains {_EXPLAINED[scheme]:.0%}"
     cause, looks = _looks(module, own, call.name, reads_embedding)

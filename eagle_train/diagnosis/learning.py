@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from eagle_train.diagnosis.causes import Finding, NotChecked
-from eagle_train.diagnosis.measure import Interval, Measured, between, interval, measured, unexplained
+from eagle_train.diagnosis.measure import FEWEST, Interval, Measured, between, interval, measured, too_few, unexplained
 from eagle_train.diagnosis.texts import Part
 from eagle_train.drafts import Draft
 from eagle_train.models.target import Target
@@ -39,17 +39,34 @@ class Learnt:
     figures: dict[str, Any]
 
 
-def off_policy(target: Target, draft: Draft, own: Measured, given: Sequence[Part], depth: int, seed: int) -> Learnt:
+def off_policy(
+    target: Target,
+    draft: Draft,
+    own: Measured,
+    given: Sequence[Part],
+    depth: int,
+    seed: int,
+    refused: str | None = None,
+) -> Learnt:
     """Whether the draft agrees with the target more often on the file's answers than on the target's own, also where
-    the target is as sure of its choice."""
+    the target is as sure of its choice. `refused`: why an answer of the file's is not among those `given`."""
     if not given:
         reason = "the data have no answers after these prompts; give conversations with the training data's answers"
+        if refused is not None:
+            reason = f"none of the data's answers after these prompts can be learnt from: {refused}"
         return Learnt([], [NotChecked("off-policy data", reason)], {})
     on_file = measured(target, draft, given, depth)
     gap = between(on_file.first, on_file.owner, own.first, own.owner, seed)
     figures = {"agreement_on_own_answers": own.agreement, "agreement_on_given_answers": on_file.agreement}
     beyond = unexplained(on_file, own, seed)
-    if gap.low <= POLICY_GAP or beyond is None or beyond.low <= POLICY_GAP:
+    if (few := too_few(gap.prompts)) is not None:
+        also = "" if refused is None else f"; not asked was {refused}"
+        return Learnt([], [NotChecked("off-policy data", few + also)], figures)
+    if gap.low <= POLICY_GAP:
+        return Learnt([], [], figures)
+    if beyond is None:
+        return Learnt([], [NotChecked("off-policy data", "too few tokens of which the target is as sure")], figures)
+    if beyond.low <= POLICY_GAP:
         return Learnt([], [], figures)
     said = (
         f"Draft and target choose the same next token at {on_file.agreement:.1%} of the tokens of the file's answers, "
@@ -69,9 +86,9 @@ def context(target: Target, draft: Draft, parts: Sequence[Part], own: Measured, 
             falls.append((min(drop.low, beyond.low), length, drop, short))
     figures: dict[str, Any] = {"agreement_by_length": _by_length(own)}
     if not falls:
-        reason = (
-            f"no text is longer than {_SHORTEST} tokens" if int(own.position.max()) <= _SHORTEST else "too few tokens"
-        )
+        reason = f"too few tokens, or tokens of fewer than {FEWEST} prompts, on either side of every length"
+        if int(own.position.max()) <= _SHORTEST:
+            reason = f"no text is longer than {_SHORTEST} tokens"
         return Learnt([], [NotChecked("long contexts", reason)], figures)
     low, length, drop, short = max(falls, key=lambda each: each[0])
     if low <= CONTEXT_DROP:
@@ -93,7 +110,7 @@ def _fall(found: Measured, short: torch.Tensor, seed: int) -> Interval | None:
     """How much more often the first token is right at the slots `short` than at the others, where the target is as sure
     of its choice; None where too few can be compared."""
     gain = unexplained(found.where(~short), found.where(short), seed)
-    return None if gain is None else Interval(-gain.mean, -gain.high, -gain.low)
+    return None if gain is None else Interval(-gain.mean, -gain.high, -gain.low, gain.prompts)
 
 
 def drift(own: Measured, depth: int, seed: int) -> Learnt:
@@ -109,6 +126,8 @@ def drift(own: Measured, depth: int, seed: int) -> Learnt:
         return Learnt([], [NotChecked("a chain's second token", "too few tokens")], {})
     second = interval(right.double(), own.owner[asked], seed)
     figures = {"acceptance_of_second_after_first": second.mean}
+    if (few := too_few(second.prompts)) is not None:
+        return Learnt([], [NotChecked("a chain's second token", few)], figures)
     if second.high >= MOST_DRIFT * own.agreement:
         return Learnt([], [], figures)
     said = (
@@ -152,7 +171,7 @@ def repeated(parts: Sequence[Part]) -> str | None:
 
 def _table_at_slots(parts: Sequence[Part]) -> torch.Tensor:
     """fp64 [slots]: `table_hits` at the slots that `measured` counts."""
-    counted = torch.cat([each.counted[0] & (each.rows.positions[0] >= 1) for each in parts]).cpu()
+    counted = torch.cat([each.counted[0] & (each.positions[0] >= 1) for each in parts]).cpu()
     return table_hits(parts)[counted].double()
 
 

@@ -20,6 +20,8 @@ _RESAMPLED = 1000
 _CHOICE_ROWS = 1024  # slots whose logits exist at once
 _BINS = 4  # of the target's certainty
 _FEW = 24  # slots below which nothing is said
+FEWEST = 6
+"""Prompts below which nothing is said, as in evaluations: an interval over fewer has far less than its 99 %."""
 Change = Callable[[Rows], Rows]
 
 
@@ -45,6 +47,10 @@ class Measured:
         """The share of slots with the right first token: acceptance at depth 1."""
         return self.first.mean().item()
 
+    @property
+    def prompts(self) -> int:
+        return len(self.owner.unique())
+
     def per_depth(self, depth: int) -> list[float]:
         """The shares of slots from which a chain is accepted down to depth 1, 2, ..."""
         return [(self.taken >= each).double().mean().item() for each in range(1, depth + 1)]
@@ -68,11 +74,22 @@ class Variant:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 99 % interval over prompts."""
+    """A mean and its 99 % interval over so many prompts."""
 
     mean: float
     low: float
     high: float
+    prompts: int
+
+    @property
+    def bounds(self) -> list[float] | None:
+        """None where the prompts are too few for an interval."""
+        return None if self.prompts < FEWEST else [self.low, self.high]
+
+
+def too_few(prompts: int) -> str | None:
+    """Why an interval over so many prompts says nothing; None where it does."""
+    return None if prompts >= FEWEST else f"{prompts} prompts are too few, and {FEWEST} the least; raise limit"
 
 
 @torch.no_grad()
@@ -91,8 +108,8 @@ def measured(
             same[:, part.owner.shape[1] - ahead :] = False
             alive = alive & same & (right[ahead] & part.counted).roll(-ahead, 1)
             taken = taken + alive
-        counted = part.counted & (part.rows.positions >= draft.config.first_slot)
-        sides = (taken, first.double(), part.owner, part.rows.positions, part.sure)
+        counted = part.counted & (part.positions >= draft.config.first_slot)
+        sides = (taken, first.double(), part.owner, part.positions, part.sure)
         found.append([each[counted].cpu() for each in sides])
     return Measured(*(torch.cat(each) for each in zip(*found, strict=True)))
 
@@ -101,7 +118,7 @@ def hits(
     draft: Draft, head: Head, part: Part, wanted: torch.Tensor, depth: int, change: Change = lambda rows: rows
 ) -> list[torch.Tensor]:
     """For each pass, bool [1, T]: whether the draft's choice at a slot is the `wanted` token, int64 [1, T]."""
-    states = draft.unrolled(draft, change(part.rows), depth)
+    states = draft.unrolled(draft, change(part.rows()), depth)
     return [chosen(draft, head, each, level) == wanted for level, each in enumerate(states)]
 
 
@@ -121,7 +138,7 @@ def interval(values: torch.Tensor, owner: torch.Tensor, seed: int = 0) -> Interv
     drawn = torch.randint(count, (_RESAMPLED, count), generator=torch.Generator().manual_seed(seed))
     means = (sums[drawn].sum(1) / slots[drawn].sum(1)).sort().values
     edge = _RESAMPLED // 200
-    return Interval(values.double().mean().item(), means[edge].item(), means[-1 - edge].item())
+    return Interval(values.double().mean().item(), means[edge].item(), means[-1 - edge].item(), count)
 
 
 def served_tpc(outputs: Mapping[int, Output], seed: int = 0) -> Interval | None:
@@ -159,7 +176,7 @@ def between(
 def unexplained(found: Measured, reference: Measured, seed: int = 0) -> Interval | None:
     """How much more often the first token is right in `found` than in `reference` where the target is as sure of its
     choice, with an interval over the prompts of `found`: an easier text is no merit of the draft. None where too few
-    slots can be compared."""
+    slots, or slots of too few prompts, can be compared."""
     edges = (
         torch.cat((found.sure, reference.sure))
         .double()
@@ -174,4 +191,5 @@ def unexplained(found: Measured, reference: Measured, seed: int = 0) -> Interval
     known = ~expected[groups[0]].isnan()
     if int(known.sum()) < _FEW or len(reference.first) < _FEW:
         return None
-    return interval(found.first[known] - expected[groups[0][known]], found.owner[known], seed)
+    gain = interval(found.first[known] - expected[groups[0][known]], found.owner[known], seed)
+    return gain if min(gain.prompts, reference.prompts) >= FEWEST else None

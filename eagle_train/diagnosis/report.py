@@ -75,15 +75,17 @@ def _worth(found: Diagnosis) -> Iterator[str]:
     figures = found.figures
     if "after_every_token" not in figures:
         return
+    asked = f"contexts of up to {figures['longest_context']} tokens were asked"
     if figures["tpc"] is not None:
-        low, high = figures["tpc_interval"]
-        said = f"{figures['tpc']:.2f} tokens per call (TPC; 99 % interval {low:.2f} to {high:.2f})"
-        yield f"{said} over {figures['prompts']} answers."
-    low, high = figures["after_every_token_interval"]
+        of = "; ".join(filter(None, ("TPC", _interval(figures["tpc_interval"]))))
+        yield f"{figures['tpc']:.2f} tokens per call ({of}) over {figures['prompts']} answers; {asked}."
+    else:
+        yield f"{asked.capitalize()}."
+    of = _interval(figures["after_every_token_interval"])
     depths = ", ".join(f"{each:.2f}" for each in figures["acceptance_per_depth"])
     yield (
-        f"1 + drafts accepted after every token: {figures['after_every_token']:.2f} (99 % interval {low:.2f} to "
-        f"{high:.2f}) over {figures['tokens']} tokens; acceptance by depth {depths}."
+        f"1 + drafts accepted after every token: {figures['after_every_token']:.2f}{f' ({of})' if of else ''} over "
+        f"{figures['tokens']} tokens; acceptance by depth {depths}."
     )
     if "after_every_token_as_trained" in figures:
         yield f"As trained it has {figures['after_every_token_as_trained']:.2f} after every token."
@@ -92,6 +94,11 @@ def _worth(found: Diagnosis) -> Iterator[str]:
     first = figures["acceptance_per_depth"][0]
     if found.is_healthy and first < _LITTLE:
         yield f"At depth 1 {first:.2f} is little: what is left is longer training, or more layers."
+
+
+def _interval(bounds: list[float] | None) -> str:
+    """Empty where the prompts were too few for one."""
+    return "" if bounds is None else f"99 % interval {bounds[0]:.2f} to {bounds[1]:.2f}"
 
 
 def _cost(finding: Finding) -> str:

@@ -14,7 +14,7 @@ from eagle_train.diagnosis.compare import compared
 from eagle_train.diagnosis.conventions import gained
 from eagle_train.diagnosis.fed_variants import wanted_layers
 from eagle_train.diagnosis.learning import Learnt, context, drift, off_policy, repeated, undertrained
-from eagle_train.diagnosis.measure import Measured, interval, measured, served_tpc
+from eagle_train.diagnosis.measure import Measured, interval, measured, served_tpc, too_few
 from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.overflow import overflow
 from eagle_train.diagnosis.reading import Reading, plain, read_draft
@@ -71,7 +71,8 @@ def examine(config: DoctorConfig) -> Diagnosis:
         trained = None if trained is None else plain(trained).to(device)
         made_from = reading if given is None and reading.is_run else given
         is_ours = made_from is not None and "steps" in made_from.training
-        Examination(config, target, served.to(device).eval(), trained, reading, is_ours).run(found)
+        training = reading.training | (given.training if given is not None else {})
+        Examination(config, target, served.to(device).eval(), trained, reading, training, is_ours).run(found)
     found.findings = in_order(found.findings)
     return found
 
@@ -89,13 +90,21 @@ def _trained(source: Path, reading: Reading, target: Target) -> Reading:
 
 
 class Examination:
-    """A draft that can run, and the target's answers to the questions. `is_ours`: whether the
-    draft is a run of eagle-train, or `trained` is of one."""
+    """A draft that can run, and the target's answers to the questions. `training`: how it was trained, as far as the
+    draft or `trained` says. `is_ours`: whether the draft is a run of eagle-train, or `trained` is of one."""
 
     def __init__(
-        self, config: DoctorConfig, target: Target, draft: Draft, trained: Draft | None, reading: Reading, is_ours: bool
+        self,
+        config: DoctorConfig,
+        target: Target,
+        draft: Draft,
+        trained: Draft | None,
+        reading: Reading,
+        training: dict[str, Any],
+        is_ours: bool,
     ):
         self.config, self.target, self.served, self.reading, self.is_ours = config, target, draft, reading, is_ours
+        self.training = training
         self.draft, self.trained = plain(draft), trained
         self.requests = Requests(target)
         self.questions = read_questions(config.data, config.limit, self.requests, config.max_tokens)
@@ -136,9 +145,10 @@ class Examination:
             "prompts": len(self.outputs),
             "tokens": len(self.base.taken),
             "tpc": None if served is None else served.mean,
-            "tpc_interval": None if served is None else [served.low, served.high],
+            "tpc_interval": None if served is None else served.bounds,
             "after_every_token": 1 + taken.mean,
-            "after_every_token_interval": [1 + taken.low, 1 + taken.high],
+            "after_every_token_interval": None if taken.bounds is None else [1 + each for each in taken.bounds],
+            "longest_context": max(len(text.tokens) for part in self.own for text in part.texts),
             "acceptance_per_depth": self.base.per_depth(self.depth),
         }
 
@@ -188,7 +198,12 @@ class Examination:
         finding, rows = gained(self.target, self.draft, self.own, self.base, self.depth, config.seed)
         found.figures["changes"] = rows
         known = {each.cause for each in found.findings}
-        if finding is None or (known and finding.cause not in known) or (not known and self.is_ours):
+        if not known and self.is_ours:
+            return
+        if (few := too_few(self.base.prompts)) is not None:
+            found.not_checked.append(NotChecked("conventions", few))
+            return
+        if finding is None or (known and finding.cause not in known):
             return
         reason = None if known else repeated(self.own)
         if reason is None:
@@ -202,17 +217,26 @@ class Examination:
             names = "template, off-policy data, long contexts, training"
             found.not_checked.append(NotChecked(names, "first repair what was found; run this again then"))
             return
+        if (few := too_few(base.prompts)) is not None:
+            names = "template, off-policy data, long contexts, a chain's second token"
+            found.not_checked.append(NotChecked(names, few))
+        else:
+            found.add(self.templates())
+            found.add(self.off_policy())
+            found.add(context(target, draft, self.own, base, self.depth, seed))
+            found.add(drift(base, self.depth, seed))
+        if not found.findings:
+            found.add(undertrained(base, self.own, not draft.config.at_once, self.training, seed))
+
+    def off_policy(self) -> Learnt:
+        """The file's answers to the same questions."""
         most = self.config.max_tokens  # as long as the target's own
         given = [
             Text(number, each.prompt, each.given[:most]) for number, each in enumerate(self.questions) if each.given
         ]
-        parts = read_by_target(target, given, self.layers)
-        found.add(self.templates())
-        found.add(off_policy(target, draft, base, parts, self.depth, seed))
-        found.add(context(target, draft, self.own, base, self.depth, seed))
-        found.add(drift(base, self.depth, seed))
-        if not found.findings:
-            found.add(undertrained(base, self.own, not draft.config.at_once, self.reading.training, seed))
+        parts = read_by_target(self.target, given, self.layers)
+        refused = next((each.refused for each in self.questions if each.refused is not None), None)
+        return off_policy(self.target, self.draft, self.base, parts, self.depth, self.config.seed, refused)
 
     def templates(self) -> Learnt:
         """Other renderings of the same questions."""
@@ -220,6 +244,4 @@ class Examination:
         def examine(prompts: Sequence[list[int]]) -> Measured:
             return self.measured(self.answered(prompts)[1])
 
-        return other_templates(
-            self.requests, self.questions, self.base, self.reading.training, examine, self.config.seed
-        )
+        return other_templates(self.requests, self.questions, self.base, self.training, examine, self.config.seed)

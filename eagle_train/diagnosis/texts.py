@@ -6,7 +6,7 @@ layers are asked for. DESIGN section 3.1.
 Shapes: T tokens of a part, H hidden.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,7 +14,7 @@ import torch
 
 from eagle_train.corpus.conversations import Message, conversation_of
 from eagle_train.corpus.render import ChatRenderer
-from eagle_train.corpus.rows import PlacedRow, parse
+from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
 from eagle_train.corpus.source import DataConfig, open_source
 from eagle_train.drafts import TargetStates
 from eagle_train.drafts.kind import Rows
@@ -28,12 +28,14 @@ _PART_TOKENS = 8192  # of texts whose states exist at once
 @dataclass(frozen=True)
 class Question:
     """What is asked: the row's place, FILE:LINE, its messages up to the first answer, and its prompt's tokens.
-    `given`: the tokens of the file's own answer, None where it has none."""
+    `given`: the tokens of the file's own answer, None where it has none, or none that can be rendered behind the
+    prompt: `refused` says why, None for a row without one."""
 
     place: str
     messages: list[Message]
     prompt: list[int]
     given: list[int] | None
+    refused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,35 @@ class Text:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Texts in one packed row, and what the target computed on them in fp32.
+    """Texts in one packed row, and what the target computed on them.
 
-    `best` int64 [1, T]: the target's most likely next token at each slot, and `sure` fp32 [1, T], its probability;
-    `counted` bool [1, T]: slots whose next token
-    the answer has; `owner` int64 [1, T]: the question's number.
+    Its `states` are on the host, in the target's dtype, and the rest is on the target's device. `positions`, `lengths`
+    and `embed`: see `Rows`. `best` int64 [1, T]: the target's most likely next token at each slot, and `sure` fp32
+    [1, T], its probability; `counted` bool [1, T]: slots whose next token the answer has; `owner` int64 [1, T]: the
+    question's number.
     """
 
     texts: Sequence[Text]
     tokens: torch.Tensor
-    rows: Rows
+    positions: torch.Tensor
+    lengths: list[list[int]]
+    states: TargetStates
+    embed: Callable[[torch.Tensor], torch.Tensor]
     best: torch.Tensor
     sure: torch.Tensor
     counted: torch.Tensor
     owner: torch.Tensor
+
+    def rows(self) -> Rows:
+        """What a draft is unrolled on, in fp32 on the device, made anew for each use: texts may be long and many, and
+        no more than one part's states need be there."""
+
+        def exact(states: torch.Tensor) -> torch.Tensor:
+            return states.to(self.tokens.device).float()
+
+        layers = {layer: exact(each) for layer, each in self.states.layers.items()}
+        states = TargetStates(exact(self.states.hidden), layers)
+        return Rows(self.embed(self.tokens), states, self.positions, self.lengths, self.embed)
 
     @property
     def starts(self) -> list[int]:
@@ -85,27 +102,31 @@ def read_questions(data: DataConfig, limit: int, requests: Requests, longest: in
         target.tokenizer, "assistant", requests.stop_ids, requests.template.kwargs, data.date, len(target.embedding)
     )
     found: list[Question] = []
+    skipped: list[str] = []
     for placed in islice(open_source(data).rows(), 8 * limit):
-        question = _question_of(placed, data, requests, renderer)
+        try:
+            question = _question_of(placed, data, requests, renderer)
+        except UserError as error:
+            reason = behind_place(placed[0], error)
+            check(data.malformed == "skip", f"{reason}; {CAN_SKIP}")
+            skipped.append(reason)
+            continue
         if question is not None and len(question.prompt) + longest < target.max_positions:
             found.append(question)
         if len(found) == limit:
             break
     most = target.max_positions - longest
-    check(len(found) >= 2, f"data.path={data.path}: fewer than two rows hold a prompt of less than {most} tokens")
+    left_out = f"; {len(skipped)} rows were left out, the first: {skipped[0]}" if skipped else ""
+    few = f"data.path={data.path}: fewer than two rows hold a prompt of less than {most} tokens"
+    check(len(found) >= 2, few + left_out)
     return found
 
 
 def _question_of(placed: PlacedRow, data: DataConfig, requests: Requests, renderer: ChatRenderer) -> Question | None:
-    """A row up to its first answer; None for one without a user's turn, with tools or variables of its own, or
-    malformed where these are skipped."""
+    """A row up to its first answer; None for one without a user's turn, or with tools or variables of its own. Raises
+    UserError for a malformed row, and for one that the chat template refuses."""
     place = placed[0]
-    try:
-        conversation = conversation_of(parse(*placed), data.format, data.columns, data.speakers)
-    except UserError:
-        if data.malformed == "skip":
-            return None
-        raise
+    conversation = conversation_of(parse(*placed), data.format, data.columns, data.speakers)
     roles = [message["role"] for message in conversation.messages]
     if "user" not in roles or conversation.tools or conversation.variables:
         return None
@@ -114,19 +135,23 @@ def _question_of(placed: PlacedRow, data: DataConfig, requests: Requests, render
     messages = conversation.messages[:end]
     prompt = requests.tokens_of(messages, place)
     answered = end < len(roles) and not conversation.messages[end].get("tool_calls")
-    given = _answer_in(renderer, conversation.messages[: end + 1], prompt) if answered else None
-    return Question(place, messages, prompt, given)
+    given, refused = _answer_in(renderer, conversation.messages[: end + 1], prompt) if answered else (None, None)
+    return Question(place, messages, prompt, given, None if refused is None else f"{place}: {refused}")
 
 
-def _answer_in(renderer: ChatRenderer, messages: list[Message], prompt: list[int]) -> list[int] | None:
-    """The tokens behind the prompt, as training renders the conversation; None where it begins with another prompt, or
-    cannot be rendered."""
+def _answer_in(
+    renderer: ChatRenderer, messages: list[Message], prompt: list[int]
+) -> tuple[list[int] | None, str | None]:
+    """The tokens behind the prompt, as training renders the conversation; or why there are none: it begins with another
+    prompt, or cannot be rendered."""
     try:
         tokens = renderer(messages)[-1].tokens.tolist()
-    except UserError:
-        return None
+    except UserError as error:
+        return None, str(error)
     behind = tokens[len(prompt) :]
-    return behind if tokens[: len(prompt)] == prompt and len(behind) > 1 else None
+    if tokens[: len(prompt)] != prompt:
+        return None, "training renders the answer behind another prompt than this one"
+    return (behind, None) if len(behind) > 1 else (None, "the answer is shorter than two tokens")
 
 
 def read_by_target(target: Target, texts: Sequence[Text], layers: tuple[int, ...]) -> list[Part]:
@@ -155,10 +180,9 @@ def _part(target: Target, texts: Sequence[Text], layers: tuple[int, ...]) -> Par
     states = TargetStates.split(target.own_states(tokens, positions, [lengths], layers), layers)
     likely = [target.lm_head(piece).float().softmax(-1).max(-1) for piece in states.hidden[0].split(1024)]
     sure, best = (torch.cat(each)[None] for each in zip(*likely, strict=True))
-    exact = TargetStates(states.hidden.float(), {layer: each.float() for layer, each in states.layers.items()})
+    kept = TargetStates(states.hidden.cpu(), {layer: each.cpu() for layer, each in states.layers.items()})
 
     def embed(tokens: torch.Tensor) -> torch.Tensor:
         return target.embed(tokens).float()
 
-    rows = Rows(embed(tokens), exact, positions, [lengths], embed)
-    return Part(texts, tokens, rows, best, sure, counted, owner)
+    return Part(texts, tokens, positions, [lengths], kept, embed, best, sure, counted, owner)

@@ -86,7 +86,7 @@ def parting(target: Target, draft: Draft, part: Part, text: Text, said: str) -> 
     """The first stage of the first token at which engine and training graph differ on an answer. `said`: what differs
     in the rounds. `part`: of this text alone."""
     with recording(draft) as calls:
-        draft.unrolled(draft, part.rows, 1)
+        draft.unrolled(draft, part.rows(), 1)
     (right,) = calls
     bound = _EXPLAINED[target.dtype]
     for index, call, place in _slots(target, draft, text):

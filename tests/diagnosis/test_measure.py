@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from eagle_train.diagnosis.measure import (
+    FEWEST,
     Measured,
     between,
     difference,
@@ -18,6 +19,7 @@ from eagle_train.diagnosis.measure import (
 from eagle_train.diagnosis.texts import Text, read_by_target
 from eagle_train.drafts import Head
 from eagle_train.inference.requests.sequence import Stats
+from evals.bench import statistics
 from evals.bench.statistics import decoded_tpc
 from tests.support.tiny import random_tokens, shared_target, trained_draft
 
@@ -86,6 +88,16 @@ def test_what_an_easier_text_explains_is_no_gain():
     worse = made([1.0] * 45 + [0.0] * 75, [0.9] * 90 + [0.3] * 30)
     assert unexplained(worse, hard).mean == pytest.approx(-0.375)
     assert unexplained(made([1.0] * 5, [0.9] * 5), hard) is None
+    few = easy.where(easy.owner < FEWEST - 1)
+    assert len(few.owner) > 50
+    assert unexplained(few, hard) is None
+    assert unexplained(easy, few) is None
+
+
+def test_the_fewest_prompts_are_those_of_evaluations():
+    assert FEWEST == statistics.FEWEST
+    assert interval(torch.ones(9), torch.arange(9) % (FEWEST - 1)).bounds is None
+    assert interval(torch.ones(9), torch.arange(9) % FEWEST).bounds == [1.0, 1.0]
 
 
 def test_texts_of_other_lengths_are_compared_prompt_by_prompt():

@@ -13,6 +13,7 @@ from eagle_train.artifacts.convert import Source
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
 from eagle_train.diagnosis import learning, reading, replay, run
 from eagle_train.diagnosis.files import file_findings
+from eagle_train.diagnosis.report import summary
 from eagle_train.drafts import planned_config
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.drafters.eagle import Eagle
@@ -430,6 +431,31 @@ def test_an_overflow_is_found(tmp_path):
     assert causes(found) == ["precision"]
     assert "layers.0.mlp.up_proj" in found.findings[0].measured
     assert [each.check for each in examined(place).not_checked].count("overflow") == 1
+
+
+def test_few_prompts_say_nothing():
+    """Of a draft whose wrong convention sixteen prompts show."""
+    found = examined(PLACE / "own_states", limit=5)
+    assert "positions" not in causes(found)
+    assert max(each["gain"] for each in found.figures["changes"]) > 0.1
+    reasons = {each.check: each.reason for each in found.not_checked}
+    few = "5 prompts are too few, and 6 the least; raise limit"
+    assert reasons["conventions"] == few
+    assert reasons["template, off-policy data, long contexts, a chain's second token"] == few
+    assert (found.figures["tpc_interval"], found.figures["after_every_token_interval"]) == (None, None)
+    assert " tokens per call (TPC) over 5 answers; contexts of up to " in summary(found)
+
+
+def test_how_the_run_was_trained_counts_for_what_others_made_of_it(tmp_path, monkeypatch):
+    """The run's own variables of the template are the first that are tried."""
+    training = {"steps": 5, "data": {"template_kwargs": {"shout": True}}}
+    about, made = read_artifact(PLACE / "eagle"), load_draft(PLACE / "eagle")
+    source = save_draft(made, tmp_path / "run", about.target, training)
+    seen: list[dict] = []
+    monkeypatch.setattr(run, "other_templates", lambda *given: seen.append(given[3]) or learning.Learnt([], [], {}))
+    place = edited(exported(tmp_path / "out", "eagle", "vllm"), of_others)
+    examined(place, trained=str(source), limit=6, max_tokens=16)
+    assert seen == [training]
 
 
 def test_what_comes_after_is_not_checked_in_a_broken_draft(tmp_path):
