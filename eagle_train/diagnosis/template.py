@@ -1,16 +1,18 @@
-"""Whether prompts are rendered otherwise than in training: each switch of the chat template is tried both ways.
+"""Whether prompts are rendered otherwise than in training: each switch of the chat template is tried both ways, and the
+reasoning effort at each level.
 
 Thinking on or off is the usual one. The target answers the prompts of each rendering anew, as its answers differ too.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from eagle_train.corpus.template import ChatTemplate
 from eagle_train.diagnosis.causes import Finding, NotChecked
 from eagle_train.diagnosis.learning import Learnt
-from eagle_train.diagnosis.measure import Measured, unexplained
+from eagle_train.diagnosis.measure import FEWEST, Measured, unexplained
 from eagle_train.diagnosis.texts import Question
 from eagle_train.errors import UserError, typed
 from eagle_train.inference import Requests
@@ -20,6 +22,8 @@ LEAST_GAIN = 0.1
 has learnt from one rendering is by some percent better there; this says that it has hardly seen the other."""
 _MOST = 4  # renderings that are tried: each has to be answered
 _LIKELY = ("think", "reason")  # in the names of the switches that differ most often
+_EFFORT, _EFFORTS = "effort", ("low", "medium", "high")  # in a variable's name, and its values
+_CLOCKS = ("date", "time")  # in the names of variables that are no convention of a training
 
 Examine = Callable[[Sequence[list[int]]], Measured]
 """What the draft is worth on the target's own answers to these prompts."""
@@ -45,7 +49,10 @@ def other_templates(
             continue
         gain = unexplained(other, own, seed)
         figures[said] = {"agreement": other.agreement, "gain": None if gain is None else gain.mean}
-        if gain is not None and gain.low > LEAST_GAIN:
+        if gain is None:
+            reason = f"too few tokens, or tokens of fewer than {FEWEST} prompts, can be compared"
+            silent.append(NotChecked(f"prompts rendered with {said}", reason))
+        elif gain.low > LEAST_GAIN:
             found.append((gain.mean, said, other, gain))
     if not figures and not silent:
         reason = "the template reads no variable that changes these prompts"
@@ -64,18 +71,43 @@ def _renderings(
     requests: Requests, questions: Sequence[Question], training: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Any], list[list[int]]]]:
     """Values of the template's variables under which the prompts are others, first those that the artifact names."""
-    template, now = requests.template, [question.prompt for question in questions]
     trained = dict((training.get("data") or {}).get("template_kwargs") or {})
-    tried = [trained] if trained else []
-    ordered = sorted(template.switches, key=lambda name: (not any(word in name for word in _LIKELY), name))
-    tried += [{name: value} for name in ordered for value in (True, False)]
-    seen = [now]
-    for kwargs in tried:
-        try:
-            other = ChatTemplate(requests.target.tokenizer, template.kwargs | kwargs)
-            prompts = [other.prompt_tokens(question.messages) for question in questions]
-        except UserError:  # no switch: it is set for each rendering, or the template uses it in another way
-            continue
-        if prompts not in seen:
+    names = sorted(requests.template.switches, key=lambda name: (not any(word in name for word in _LIKELY), name))
+    first = [(trained, _prompts(requests, questions, trained))] if trained else []
+    others = itertools.chain.from_iterable(_of_variable(requests, questions, name) for name in names)
+    seen = [[question.prompt for question in questions]]
+    for kwargs, prompts in itertools.chain(first, others):
+        if prompts is not None and prompts not in seen:
             seen.append(prompts)
             yield kwargs, prompts
+
+
+def _prompts(requests: Requests, questions: Sequence[Question], kwargs: dict[str, Any]) -> list[list[int]] | None:
+    """The questions under these variables; None where the template refuses such a value."""
+    try:
+        other = ChatTemplate(requests.target.tokenizer, requests.template.kwargs | kwargs)
+        return [other.prompt_tokens(question.messages) for question in questions]
+    except UserError:  # it is set for each rendering, or the template uses it in another way
+        return None
+
+
+def _of_variable(
+    requests: Requests, questions: Sequence[Question], name: str
+) -> list[tuple[dict[str, Any], list[list[int]] | None]]:
+    """What is tried of a variable: the levels of an effort, and true and false of a switch. That is one where the two
+    differ and neither is written into the prompts, as it would be in place of a name or a number. No dates."""
+    if any(word in name.lower() for word in _CLOCKS):
+        return []
+    if _EFFORT in name.lower():
+        return [({name: value}, _prompts(requests, questions, {name: value})) for value in _EFFORTS]
+    on, off = (_prompts(requests, questions, {name: value}) for value in (True, False))
+    now = [question.prompt for question in questions]
+    decode = requests.target.tokenizer.decode
+
+    def writes(prompts: list[list[int]], word: str) -> bool:
+        counts = [sum(len(re.findall(rf"\b{word}\b", decode(each))) for each in given) for given in (prompts, now)]
+        return counts[0] > counts[1]
+
+    if on is None or off is None or on == off or writes(on, "True") or writes(off, "False"):
+        return []
+    return [({name: True}, on), ({name: False}, off)]
