@@ -85,6 +85,7 @@ def main(values: DictConfig) -> None:
         "timings": {name: timing_of(config, name) for name in config.chosen} if config.trainings else {},
         **speedups_of(config, target, questions, longest),
         "target": target.name,
+        "target_source": target.identity.fingerprint,
         "config": asdict(config),
         **origin(),
     }

@@ -58,6 +58,7 @@ def main(values: DictConfig) -> None:
     written = {
         "tried": tried,
         "looping_answers": looping(token_ids(run.answers)),
+        "target_source": session.target.identity.fingerprint,
         "config": redact(asdict(config)),
         **origin(),
     }

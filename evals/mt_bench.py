@@ -9,6 +9,7 @@ turn. Paper sections 2.2 and 2.4 (table 1); DESIGN sections 3.8 and 3.10.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
@@ -25,11 +26,13 @@ from evals.bench.contexts import by_context
 from evals.bench.draft_report import answer_rows, markdown, summary
 from evals.bench.evaluation import evaluation
 from evals.bench.report import plot_acceptance
-from evals.bench.requests import check_fit
+from evals.bench.requests import check_fit, prompt_hash
 from evals.bench.session import Session
 from evals.bench.stage_clock import StageClock, runs_ahead
 from evals.bench.train_serve import train_serve_check
 from evals.bench.trees import check_tree, have_one_depth, may_decline, not_drafted, tree_names
+
+ANSWERS, REFUSED = "answers.jsonl", "answers_refused.jsonl"  # REFUSED: of a run without a result
 
 
 @dataclass(kw_only=True)
@@ -57,13 +60,17 @@ def main(values: DictConfig) -> None:
     figures = session.world.agreed(measured(plain, speculative, config))  # ranks' clocks differ
     found = {**figures, "too_long": too_long, **config.about_questions(), **about}
     drafted = bool(found["acceptance_per_depth"])
-    session.write("answers.jsonl", answer_rows(plain.answers, speculative.answers))
+    answers = answer_rows(plain.answers, speculative.answers, partial(prompt_hash, session.requests))
+    session.write(REFUSED, answers)  # which say why, where the times cannot be right
     if config.batch_size == 1 and drafted:
         statistics.check_timing(found)
+    session.remove(REFUSED)
+    session.remove(ANSWERS)  # whenever this run ends, none stand beside another run's results
     if session.world.is_main and drafted:
         plot_acceptance(found, session.out / "acceptance.png")
     session.report(found, markdown(found))
-    files = ["report.md", "results.json", *(["acceptance.png"] if drafted else []), "answers.jsonl"]
+    session.write(ANSWERS, answers)
+    files = ["report.md", "results.json", *(["acceptance.png"] if drafted else []), ANSWERS]
     session.say(summary(found), f"written to {session.out}: {', '.join(files)}")
 
 

@@ -63,7 +63,8 @@ def examine(config: DoctorConfig) -> Diagnosis:
     reading = read_draft(path, config.path, target)
     given = None if source is None else _trained(source, reading, target)
     trained = reading.trained if given is None else given.served
-    found = Diagnosis(list(reading.findings), list(reading.not_checked))
+    about = {"target_source": target.identity.fingerprint}
+    found = Diagnosis(list(reading.findings), list(reading.not_checked), about)
     served = reading.served or trained
     if served is None:
         found.not_checked.append(NotChecked("all that runs the draft", f"it cannot be loaded: {reading.unread}"))

@@ -4,11 +4,12 @@ engines or models.
 `found` is what evals/mt_bench.py writes to results.json.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from eagle_train.artifacts.markdown import code, plain
 from eagle_train.results import json_text
 from evals.bench.diagnosis import diagnosis
+from evals.bench.questions import Question
 from evals.bench.report import (
     BY_DEPTH,
     TERMS,
@@ -158,14 +159,15 @@ def by_stage(found: Found) -> str:
     return text + (note if found["device"] != "cpu" else "")
 
 
-def answer_rows(plain: list[Answer], answers: list[Answer]) -> str:
-    """answers.jsonl: a line per turn."""
+def answer_rows(plain: list[Answer], answers: list[Answer], prompt_of: Callable[[Question, int], str]) -> str:
+    """answers.jsonl: a line per turn. `prompt_of`: what tells a question's turn from those of other texts."""
     rows = [
         {
             "question_id": answer.question.id,
             "line": answer.question.line,  # of the file: by it, turns and contexts of a question are one
             "category": answer.question.category,
             "turn": answer.turn,
+            "prompt": prompt_of(answer.question, answer.turn),
             "answer": answer.output.text,
             "tokens": answer.output.stats.tokens,
             "calls": answer.output.stats.calls,

@@ -4,6 +4,7 @@ room that these take in an engine.
 Knows nothing of answers.
 """
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +60,16 @@ def deepest_of(tree: Any, drafter: Drafter | None = None) -> int:
     if drafter is not None:
         dispatcher = ReplacedPlans(dispatcher, Drafters({"": drafter}, Ranks(), 0).plan)
     return dispatcher.deepest
+
+
+def prompt_hash(requests: Requests, question: Question, turn: int) -> str:
+    """A short hash of the tokens of a turn's prompt (from 1), earlier answers left out: these are a run's own."""
+    messages = list(question.history)
+    for number, text in enumerate(question.turns[:turn], 1):
+        messages += [{"role": "assistant", "content": ""}] if number > 1 else []
+        messages.append({"role": "user", "content": text})
+    tokens = chat_tokens(requests, question, messages, f"question {question.id}, turn {turn}")
+    return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
 
 
 def check_fit(requests: Requests, questions: Iterable[Question], max_tokens: int) -> int:

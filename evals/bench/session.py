@@ -124,6 +124,11 @@ class Session(Generic[C]):
         if self.world.is_main:
             write_text(self.out / name, text)
 
+    def remove(self, name: str) -> None:
+        """Take a file of a former run out of `out`; by the first rank."""
+        if self.world.is_main:
+            (self.out / name).unlink(missing_ok=True)
+
     def report(self, found: Found, report: str) -> None:
         """results.json and report.md in `out`; by the first rank."""
         if self.world.is_main:
@@ -141,6 +146,7 @@ class Session(Generic[C]):
         return {
             "draft_source": None if self._artifact is None else self._artifact.source,
             "target": self.target.name,
+            "target_source": self.target.identity.fingerprint,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "device": self.target.device.type,
             "ranks": self.world.size,

@@ -18,7 +18,8 @@ from eagle_train.inference.decode.adaptive import Adaptive
 from eagle_train.models.loading import TargetConfig, load_target
 from eagle_train.models.target import Target
 from evals import mt_bench, quantisation
-from evals.bench import stage_clock, statistics
+from evals.bench import session, stage_clock, statistics
+from evals.bench.page.gather import gather
 from evals.bench.questions import read_questions
 from tests.support.command_line import call
 from tests.support.eval_inputs import TEMPLATE, arguments, make_home, write_rows
@@ -60,13 +61,35 @@ def late(clock, monkeypatch) -> None:
 
 
 def test_a_report_that_cannot_be_right_is_not_written(home, tmp_path, monkeypatch, capsys):
-    faster = {"speedup": 9.0, "speedup_batch_median": 9.0, "differing_answers": 0}
-    monkeypatch.setattr(statistics, "compare", lambda plain, speculative, max_tokens: faster)
+    def has_speedup(value: float) -> None:
+        found = {"speedup": value, "speedup_batch_median": value, "differing_answers": 0}
+        monkeypatch.setattr(statistics, "compare", lambda plain, speculative, max_tokens: found)
+
+    has_speedup(9.0)
     assert call(mt_bench.main, *arguments(home, f"out={tmp_path}/out", "limit=1")) == 2
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["answers.jsonl"]  # which say why
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["answers_refused.jsonl"]  # which say why
     captured = capsys.readouterr()
     assert "the timing cannot be right" in captured.err
     assert "TPC" not in captured.out
+
+    out = tmp_path / "out"
+    has_speedup(0.5)
+    assert call(mt_bench.main, *arguments(home, f"out={out}", "limit=1")) == 0
+    assert not (out / "answers_refused.jsonl").exists()
+    before = {name: (out / name).read_text() for name in ("answers.jsonl", "results.json")}
+    has_speedup(9.0)
+    assert call(mt_bench.main, *arguments(home, f"out={out}", "limit=2")) == 2
+    assert {name: (out / name).read_text() for name in before} == before, "the result and its answers, of one run"
+    (source,) = gather([str(out)])
+    assert len(source.answers) == 2
+
+    def ended(out: Path, found: dict, report: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "write_report", ended)
+    has_speedup(0.5)
+    assert call(mt_bench.main, *arguments(home, f"out={out}", "limit=2")) == 130
+    assert not (out / "answers.jsonl").exists(), "none beside another run's result"
 
 
 def test_a_gpu_is_waited_for_around_each_stage(home, target, late):
@@ -351,7 +374,7 @@ def test_questions_that_are_too_long_are_left_out(home, tmp_path):
     assert (found["questions"], found["too_long"]) == (1, 1)
 
 
-def test_the_whole_command(home, tmp_path):
+def test_the_whole_command(home, target, tmp_path):
     out = tmp_path / "out"
     run = [sys.executable, "-m", "evals.mt_bench", *arguments(home, f"out={out}", "tree=chain5", "batch_size=2")]
     root = Path(__file__).parents[2]
@@ -372,9 +395,11 @@ def test_the_whole_command(home, tmp_path):
     assert (found["questions"], found["prompts"], len(found["acceptance_per_depth"])) == (3, 6, 5)
     assert found["config"]["seed"] == 0
     assert "torch" in found["provenance"]
+    assert found["target_source"] == target.identity.fingerprint
 
     rows = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert Counter(row["turn"] for row in rows) == {1: 3, 2: 3}
+    assert len({row["prompt"] for row in rows}) == 6
     assert sum(row["tokens"] for row in rows) / sum(row["calls"] for row in rows) == found["tpc"]
     for seconds, tokens, ttit in (
         ("decode_s", "tokens", found["ttit_s"]),

@@ -44,6 +44,7 @@ def result(directory: Path, rows: list[dict], size: int = 1, **changes) -> Path:
     found["tpc"], found["speedup"] = (OF_ANSWERS[name](sums).item() for name in ("TPC", "speed-up"))
     found["ttit_s"] = OF_ANSWERS["TTIT, ms"](sums).item() / 1e3
     found["plain_ttit_s"] = (sums[4] / sums[3]).item()
+    found["tokens"], found["calls"] = (sum(row[key] for row in rows) for key in ("tokens", "calls"))
     found["provenance"] |= changes
     found["batch_size"] = found["config"]["batch_size"] = size
     write_jsonl(directory / "answers.jsonl", rows)
@@ -282,6 +283,50 @@ def test_a_result_that_has_vanished_fails_where_it_has_figures(tmp_path, capsys)
     assert call(report.main, f"compare=[{tmp_path}/old,{tmp_path}/new]", *given) == 0
     assert call(report.main, f"compare=[{tmp_path}/old,{tmp_path}/less]", *given) == 2
     assert f"missing in NEW: {tmp_path}/old/latency.json: nothing in NEW" in capsys.readouterr().err
+
+
+def with_prompts(rows: list[dict], text: str = "") -> list[dict]:
+    return [row | {"prompt": f"{text}{row['question_id']}"} for row in rows]
+
+
+def test_other_questions_at_the_same_place_are_never_the_code(tmp_path, capsys):
+    """Their lines, names and turns are the same; and so are those of another target's weights."""
+    old = result(tmp_path / "old", with_prompts(answers(1)))
+    rows = with_prompts(answers(2, calls=1.1, seconds=1.1))
+    assert verdicts(tmp_path / "same", old, result(tmp_path / "alike", rows))["TPC"][0] == "worse"
+    others = [*rows[:40], *with_prompts(rows[40:], "another ")]
+    found = verdicts(tmp_path / "out", old, result(tmp_path / "new", others), "fail_on_worse=true", status=2)
+    assert set(found.values()) == {
+        ("noise", "the same value"),
+        ("cannot tell", "other questions at the same place: 40 of 60 prompts are among 60 now"),
+    }
+    assert "of 3 figures that changed none can be told" in capsys.readouterr().err
+    found = verdicts(tmp_path / "none", old, result(tmp_path / "before", answers(2, calls=1.1)))
+    assert found["TPC"][0] == "worse", "an older version wrote no prompts"
+    assert "paired by question" in found["TPC"][1]
+
+
+def test_another_target_at_the_same_place_is_never_the_code(tmp_path):
+    old, new = result(tmp_path / "old", answers(1)), result(tmp_path / "new", answers(2, calls=1.1))
+    for place, source in ((old, "ab"), (new, "cd")):
+        found = json.loads((place / "results.json").read_text())
+        assert "target_source" not in found, "published results have none"
+        (place / "results.json").write_text(json.dumps(found | {"target_source": source}))
+    told = ("cannot tell", "another target at the same place: weights ab, now cd")
+    assert verdicts(tmp_path / "out", old, new)["TPC"] == told
+
+
+def test_answers_of_another_run_are_not_paired(tmp_path, caplog):
+    """They may be left of a run that was refused, or stand beside another evaluation's result."""
+    old, new = result(tmp_path / "old", answers(1)), result(tmp_path / "new", answers(1, calls=1.03))
+    assert len(gather([str(new)])[0].answers) == PROMPTS
+    write_jsonl(new / "answers.jsonl", answers(1))
+    assert gather([str(new)])[0].answers == []
+    assert f"left out: {new}/answers.jsonl: " in caplog.text
+    assert "of another run than" in caplog.text
+    assert verdicts(tmp_path / "out", old, new)["TPC"] == ("cannot tell", "no interval")
+    shutil.copy(PUBLISHED / "latency.json", old / "latency.json")
+    assert [len(each.answers) for each in gather([str(old)])] == [0, PROMPTS]
 
 
 def test_turns_of_a_question_are_one(tmp_path):

@@ -130,7 +130,10 @@ def test_names_with_control_characters_are_drawn(tmp_path):
 
 
 def test_answers_of_another_version_are_not_paired(beside):
+    file = beside / "quickstart_avx512.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokens": 12, "calls": 6}))
     write_jsonl(beside / "answers.jsonl", [{"line": line, "tokens": 2, "calls": 1} for line in range(6)])
+    assert len(gather([str(beside)])[0].answers) == 6
     sources = gather([str(beside)])
     sources[0].found["tpc"] += 1
     assert {each.why for each in comparison(gather([str(beside)]), sources)[1]} >= {"intervals overlap"}

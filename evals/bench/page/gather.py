@@ -19,6 +19,8 @@ UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 """What reading a result raises that another version wrote, or another program under the same name."""
 METRICS = "metrics.jsonl"
 RESULTS = "results.json"
+ANSWERS, OF_ANSWERS = "answers.jsonl", "mt_bench"  # rows for each turn, and the evaluation that writes them
+SUMMED = ("tokens", "calls")  # of the answers, whose sums the result has
 TRAINING = "training"  # the evaluation's name that a training run's metrics get
 _DEEPEST = 3  # how far within a file of several results these are looked for
 
@@ -99,8 +101,7 @@ def _within(found: Any, name: str, path: Path, depth: int = 0) -> Iterator[Sourc
     if not isinstance(found, Mapping) or depth > _DEEPEST:
         return
     if isinstance(found.get("evaluation"), str):
-        beside = path.with_name("answers.jsonl")
-        answers = (_unless_broken(_answers, beside) if beside.is_file() else None) or []
+        answers = _answers(path.with_name(ANSWERS), found, name) if found["evaluation"] == OF_ANSWERS else []
         yield _source(name, found["evaluation"], found, answers)
         return
     for key, value in found.items():
@@ -128,8 +129,24 @@ def _printable(found: Any) -> Any:
     return printable(found) if isinstance(found, str) else found
 
 
-def _answers(path: Path) -> list[Mapping[str, Any]]:
-    return _rows(_bytes_of(path).splitlines(), path)
+def _answers(path: Path, found: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """The answers beside a result; none where there are none, where they are broken, and where they are of another run,
+    whose tokens and calls are others."""
+    rows = _unless_broken(_answer_rows, path) if path.is_file() else None
+    if rows is None:
+        return []
+    sums = {key: sum(row[key] for row in rows) for key in SUMMED}
+    told = {key: found.get(key) for key in SUMMED}
+    if sums != told:
+        _LOG.warning("left out: %s: %s in all; it is of another run than %s, which has %s", path, sums, name, told)
+    return rows if sums == told else []
+
+
+def _answer_rows(path: Path) -> list[Mapping[str, Any]]:
+    rows = _rows(_bytes_of(path).splitlines(), path)
+    counted = all(isinstance(row.get(key), int) for row in rows for key in SUMMED)
+    check(counted, f"{path}: each line must have {' and '.join(SUMMED)}, whole numbers")
+    return rows
 
 
 def _training(path: Path) -> Source:

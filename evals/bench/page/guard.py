@@ -4,6 +4,7 @@ A difference is called one of the code only where hardware is the same, no other
 excludes chance. DESIGN section 3.8.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -118,6 +119,8 @@ def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
     if changed:
         said = (f"{key} {old.provenance.get(key)}, now {new.provenance.get(key)}" for key in changed)
         return f"other hardware: {'; '.join(said)}"
+    if reason := _of_other_inputs(old, new):
+        return reason
     loads = [other_work(each) for each in (old, new)]
     if now.is_time and max(loads) > SPARE_LOAD:
         return f"other work on the machine: {loads[0]:.1f} other processes, now {loads[1]:.1f}"
@@ -128,6 +131,18 @@ def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
     if abs(drift) > MOST_DRIFT and not now.is_ratio:
         return f"plain decoding's own changed by {100 * drift:+.0f} %: the machine, or code that both share"
     return ""
+
+
+def _of_other_inputs(old: Source, new: Source) -> str:
+    """Which other target or questions there were at the same places, as far as both results tell; empty where none."""
+    targets = [each.found.get("target_source") for each in (old, new)]
+    if None not in targets and targets[0] != targets[1]:
+        return f"another target at the same place: weights {targets[0]}, now {targets[1]}"
+    prompts = [Counter(str(row.get("prompt")) for row in each.answers) for each in (old, new)]
+    if any(not each or "None" in each for each in prompts) or prompts[0] == prompts[1]:
+        return ""
+    shared, (before, after) = (prompts[0] & prompts[1]).total(), (each.total() for each in prompts)
+    return f"other questions at the same place: {shared} of {before} prompts are among {after} now"
 
 
 def _drift(was: Figure, now: Figure) -> float:

@@ -1,5 +1,6 @@
 """Prompts of a given length, arrival times, and room for them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from eagle_train.inference.lookup.ngrams import NgramOptions
 from eagle_train.inference.lookup.suffixes import SuffixOptions
 from eagle_train.models.loading import TargetConfig, load_target
 from evals.bench.questions import Question, read_questions
-from evals.bench.requests import PromptSource, arrival_times, chat_tokens, room_for
+from evals.bench.requests import PromptSource, arrival_times, chat_tokens, prompt_hash, room_for
 from examples.own_drafter import LastPlace
 from tests.support.eval_inputs import make_home
 from tests.support.inside import scheduler_of
@@ -50,6 +51,22 @@ def test_contexts_are_exact(prompts, length):
     first, joined = batches[0][0].prompt, texts[1] + texts[2] + texts[0]
     assert first[-min(length, len(joined)) :] == joined[-length:]
     assert [each.params.seed for batch in batches for each in batch] == [0, 1, 2, 3]
+
+
+def test_a_prompts_hash_is_that_of_what_was_asked(prompts):
+    """Of the chat up to its turn, with the template, whatever the target answered before."""
+    question = Question(1, "a", None, [{"role": "user", "content": "h"}], ["b", "c", "d"])
+
+    def hashes(**changes) -> list[str]:
+        changed = replace(question, **changes)
+        return [prompt_hash(Requests(prompts.target), changed, turn) for turn in range(1, len(changed.turns) + 1)]
+
+    first, second, third = hashes()
+    assert len({first, second, third}) == 3
+    assert hashes(line=9, id=9, turns=["b", "c"]) == [first, second]
+    assert hashes(turns=["b", "x", "d"])[0] == first
+    assert not {second, third} & {*hashes(turns=["b", "x", "d"])}
+    assert not {first, second, third} & {*hashes(history=[])}
 
 
 def test_questions_as_they_are_are_taken_evenly_over_the_file(prompts):
