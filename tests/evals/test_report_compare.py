@@ -272,7 +272,7 @@ def test_a_figure_that_has_vanished_fails(tmp_path, capsys, change, said):
 
 def test_a_result_that_has_vanished_fails_where_it_has_figures(tmp_path, capsys):
     for name, kept in (
-        ("old", ("compare", "latency", "gating")),
+        ("old", ("compare", "latency", "load_memory")),
         ("new", ("compare", "latency")),
         ("less", ("compare",)),
     ):
@@ -327,6 +327,59 @@ def test_answers_of_another_run_are_not_paired(tmp_path, caplog):
     assert verdicts(tmp_path / "out", old, new)["TPC"] == ("cannot tell", "no interval")
     shutil.copy(PUBLISHED / "latency.json", old / "latency.json")
     assert [len(each.answers) for each in gather([str(old)])] == [0, PROMPTS]
+
+
+DOCTOR = {
+    "evaluation": "doctor",
+    "problems": [],
+    "prompts": 40,
+    "tpc": 2.5,
+    "tpc_interval": [2.4, 2.6],
+    "after_every_token": 2.2,
+    "after_every_token_interval": [2.1, 2.3],
+    "rounds": 200,
+    "rounds_that_differ": 0,
+    "config": {"draft": {"path": "a"}},
+    "provenance": {"cpu": "one"},
+}
+
+
+def test_a_draft_that_is_healthy_no_more_is_worse(tmp_path, capsys):
+    ill = {"problems": [{}, {}], "tpc": 1.5, "tpc_interval": [1.4, 1.6], "rounds_that_differ": 100}
+    for name, change in (("old", {}), ("new", ill), ("unread", {"problems": None})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(DOCTOR | change))
+    found = verdicts(tmp_path / "out", tmp_path / "old.json", tmp_path / "new.json", "fail_on_worse=true", status=1)
+    assert found == {
+        "problems": ("worse", "a count"),
+        "TPC (99 %)": ("worse", "intervals do not overlap"),
+        "1 + drafts accepted after every token (99 %)": ("noise", "the same value"),
+        "rounds in which engine and training graph agree, share": ("cannot tell", "no interval"),
+    }
+    assert "Worse: doctor, the draft: problems; doctor, the draft: TPC (99 %)." in capsys.readouterr().out
+    given = [f"compare=[{tmp_path}/old.json,{tmp_path}/unread.json]", f"out={tmp_path}/lost", "fail_on_worse=true"]
+    assert call(report.main, *given) == 2
+
+
+def test_a_gate_that_chooses_worse_is_worse(tmp_path):
+    def change(rows: list[dict]) -> None:
+        rows[0]["gate"] = {"best": "plain", "share": 0.5, "interval": [0.4, 0.6]}
+
+    old, new = published(tmp_path / "old.json", "gating"), published(tmp_path / "new.json", "gating", change)
+    assert call(report.main, f"compare=[{old},{new}]", f"out={tmp_path}/out", "fail_on_worse=true") == 1
+    judged = json.loads((tmp_path / "out/comparison.json").read_text())
+    assert [each["new"]["of"] for each in judged if each["verdict"] == "worse"] == ["gate, noise, batch size 1"]
+    assert len(judged) == 16
+
+
+def test_a_pair_without_figures_is_told(tmp_path, capsys):
+    """Alone it is no comparison, and beside others it is named."""
+    path = PUBLISHED / "load_memory.json"
+    given = [f"compare=[{path},{path}]", f"out={tmp_path}/out"]
+    assert call(report.main, *given) == 0
+    assert "Nothing was compared, though results of the same evaluation and config" in capsys.readouterr().out
+    said = (tmp_path / "out/report.md").read_text().replace("\\", "")
+    assert f"{path}: evals.load_memory has no figures that are compared" in said
+    assert call(report.main, *given, "fail_on_worse=true") == 2
 
 
 def test_turns_of_a_question_are_one(tmp_path):

@@ -10,6 +10,7 @@ from evals.bench.page.sections import readable
 from evals.bench.page.shown import hardware, spread
 
 ORDER = (WORSE, BETTER, UNKNOWN, NOISE)
+NO_FIGURES = "evals.{} has no figures that are compared: look at both results."
 HOW = (
     "Worse and better: the 95 % interval of the difference excludes zero. It is paired by question where both kept "
     "their answers; else the two intervals must not overlap, which is stricter.",
@@ -27,13 +28,14 @@ def comparison(old: Sequence[Source], new: Sequence[Source]) -> tuple[Page, list
     """The page, what it says of each figure, the worse ones first, and a line for the figures that NEW has lost."""
     old, new = ([readable(each) for each in sources] for sources in (old, new))
     matched, alone, left = pairs(old, new)
+    bare = [f"{now.name}: {NO_FIGURES.format(now.evaluation)}" for was, now in matched if not (_has(was) or _has(now))]
     lost = [f"{line} (not in NEW)" for was, now in matched for line in missing(was, now)]
     added = [f"{line} (not in OLD)" for was, now in matched for line in missing(now, was)]
-    of_left = {each.name: bool(figures_of(each)) for each in left}
+    of_left = {each.name: _has(each) for each in left}
     unpaired = {name: f"{name}: nothing in NEW is of the same evaluation and config." for name in of_left}
-    alone = [*lost, *added, *alone, *unpaired.values()]
-    lost += [unpaired[name] for name, has_figures in of_left.items() if has_figures]
     judged = sorted((each for pair in matched for each in judge(*pair)), key=lambda each: ORDER.index(each.verdict))
+    alone = [*lost, *added, *bare, *alone, *unpaired.values()]
+    lost += [unpaired[name] for name, has_figures in of_left.items() if has_figures]
     blocks: list[Block] = []
     if judged:
         header = ["figure", "of", "old", "new", "verdict", "why"]
@@ -43,12 +45,20 @@ def comparison(old: Sequence[Source], new: Sequence[Source]) -> tuple[Page, list
     blocks.append(Notes("How to read it", HOW))
     made = [(each.name, f"{hardware(each)}; {each.found.get('date') or 'no date'}") for each in (*old, *new)]
     blocks.append(Facts("Where these were measured", made))
-    return Page("Old against new", sentence(judged, lost), headlines(judged), blocks), judged, lost
+    said = sentence(judged, lost, has_pairs=bool(matched))
+    return Page("Old against new", said, headlines(judged), blocks), judged, lost
 
 
-def sentence(judged: Sequence[Judged], lost: Sequence[str] = ()) -> str:
-    """What is said of all figures together. `lost`: a line for those that OLD alone has."""
+def _has(source: Source) -> bool:
+    return bool(figures_of(source))
+
+
+def sentence(judged: Sequence[Judged], lost: Sequence[str] = (), has_pairs: bool = False) -> str:
+    """What is said of all figures together. `lost`: a line for those that OLD alone has; `has_pairs`: whether results
+    of the same evaluation and config are in both."""
     worse = [f"{each.evaluation}, {each.new.of}: {each.new.name}" for each in judged if each.verdict == WORSE]
+    if not judged and has_pairs:
+        return "Nothing was compared, though results of the same evaluation and config are in both: see Not compared."
     if not judged:
         return "No result of the same evaluation and config is in both."
     said = f"Worse: {'; '.join(worse)}." if worse else "Nothing is shown to be worse."

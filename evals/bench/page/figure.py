@@ -11,7 +11,8 @@ class Figure:
     """A number of a result. `of`: drafter, tree and batch size, say; `interval`: of 95 %, or None; `is_time`: whether
     it depends on the speed of the machine; `more_is_better`; `control`: plain decoding's time between tokens, or to
     the first one, in the same run, which changes with the machine; `is_ratio`: whether the value is that time divided
-    by another one of the run, so that most of such a change cancels."""
+    by another one of the run, so that most of such a change cancels; `is_count`: whether it was counted, so that it
+    has no interval and needs none."""
 
     of: str
     name: str
@@ -22,3 +23,4 @@ class Figure:
     batch_size: int | None = None
     control: float | None = None
     is_ratio: bool = False
+    is_count: bool = False

@@ -123,8 +123,29 @@ def _serving(source: Source) -> Iterator[Figure]:
         yield Figure(f"{name}, {source.found['tree']}", "TPC", source.found[name]["tpc"])
 
 
+def _gating(source: Source) -> Iterator[Figure]:
+    for row in source.found["rows"]:
+        for name in ("gate", "auto"):
+            of, size = f"{name}, {row['load']}, batch size {row['batch_size']}", row["batch_size"]
+            share, interval = row[name]["share"], row[name]["interval"]
+            yield Figure(of, "tokens/s over the best fixed choice's", share, interval, is_time=True, batch_size=size)
+
+
+def _doctor(source: Source) -> Iterator[Figure]:
+    """How many problems, and what the draft is worth where it could run."""
+    found, of = source.found, "the draft"
+    yield Figure(of, "problems", len(found["problems"]), more_is_better=False, is_count=True)
+    for name, key in (("TPC", "tpc"), ("1 + drafts accepted after every token", "after_every_token")):
+        yield Figure(of, f"{name} (99 %)", found.get(key), found.get(f"{key}_interval"))
+    if found.get("rounds"):
+        share = 1 - found["rounds_that_differ"] / found["rounds"]
+        yield Figure(of, "rounds in which engine and training graph agree, share", share)
+
+
 FIGURES: dict[str, Callable[[Source], Iterator[Figure]]] = {
     "compare": _compare,
+    "doctor": _doctor,
+    "gating": _gating,
     "latency": _latency,
     "mt_bench": _mt_bench,
     "experiments": training_figures.experiments,

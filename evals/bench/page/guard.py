@@ -151,6 +151,8 @@ def _drift(was: Figure, now: Figure) -> float:
 
 
 def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[str, str]:
+    if now.is_count:
+        return _signed(now.value - was.value, now.value - was.value, now), "a count"
     alone = not now.is_time or now.batch_size == 1  # else questions of a batch have their rounds' times in common
     columns = _columns(old, new) if now.name in OF_ANSWERS and alone else None
     if columns is not None:
