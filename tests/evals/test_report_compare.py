@@ -382,6 +382,33 @@ def test_a_pair_without_figures_is_told(tmp_path, capsys):
     assert call(report.main, *given, "fail_on_worse=true") == 2
 
 
+@pytest.mark.parametrize("drafters", [{"ngram": {}}, ["ngram"], "ngram", 5])
+def test_a_foreign_list_of_drafters_does_not_end_a_comparison(tmp_path, drafters):
+    rows = {"old": answers(1), "new": answers(2, calls=1.1)}
+    old, new = (result(tmp_path / name, each) for name, each in rows.items())
+    found = json.loads((new / "results.json").read_text())
+    (new / "results.json").write_text(json.dumps(found | {"drafters": drafters}))
+    assert verdicts(tmp_path / "out", old, new)["TPC"][0] == "worse"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_numbers_that_are_not_finite_are_as_null(tmp_path, number):
+    """JSON has none; what another program wrote is neither better nor worse."""
+    old, new = result(tmp_path / "old", answers(1)), result(tmp_path / "new", answers(1))
+    found = json.loads((new / "results.json").read_text())
+    found |= {"tpc": "X", "plain_ttit_s": "X", "speedup": 0.1, "speedup_interval": ["X", "X"], "ttft_s": "X"}
+    (new / "results.json").write_text(json.dumps(found).replace('"X"', number))
+    rows = [row | {"decode_s": "X"} for row in answers(1)]
+    write_jsonl(new / "answers.jsonl", rows)
+    (new / "answers.jsonl").write_text((new / "answers.jsonl").read_text().replace('"X"', number))
+    assert verdicts(tmp_path / "out", old, new) == {
+        "speed-up": ("cannot tell", "no interval"),
+        "TTIT, ms": ("noise", "the same value"),
+    }
+    said = (tmp_path / "out/report.md").read_text().replace("\\", "")
+    assert "mt_bench, chain3, batch size 1: TPC; TTFT, ms (not in NEW)" in said
+
+
 def test_turns_of_a_question_are_one(tmp_path):
     """Each question asked twice alike has the interval that it has once, in both intervals."""
     rows = answers(1)

@@ -18,26 +18,33 @@ PLAIN = ("plain", "transformers", "transformers, prompt lookup", "transformers, 
 
 def figures_of(source: Source) -> list[Figure]:
     """The figures of a result, in order; none for an evaluation that has no function here, for a result that another
-    version wrote, or for values of null."""
+    version wrote, or for values that are null or not finite."""
     make = FIGURES.get(source.evaluation)
     try:
-        return [] if make is None else [_of_numbers(figure) for figure in make(source) if figure.value is not None]
+        return [] if make is None else [_of_numbers(figure) for figure in make(source) if _is_finite(figure.value)]
     except UNREADABLE:  # its section says so
         return []
 
 
 def _of_numbers(figure: Figure) -> Figure:
-    """The same. Raises one of UNREADABLE where the result has something else in the place of a number."""
-    low, high = figure.interval or (figure.value, figure.value)
-    for number in (figure.value, low, high, figure.control or 0, figure.batch_size or 0):
-        math.isfinite(number)
-    return figure
+    """The same, without an interval or a control that is not finite. Raises one of UNREADABLE where the result has
+    something else in the place of a number."""
+    math.isfinite(figure.batch_size or 0)
+    low, high = figure.interval or (None, None)
+    is_known = _is_finite(low) and _is_finite(high)
+    control = figure.control if _is_finite(figure.control) else None
+    return replace(figure, interval=figure.interval if is_known else None, control=control)
+
+
+def _is_finite(number: float | None) -> bool:
+    """Raises one of UNREADABLE for what is neither a number nor null."""
+    return number is not None and math.isfinite(number)
 
 
 def answer_sums(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dict[int, list[Any]] | None:
     """Sums of these columns of answers.jsonl over all that was asked of a question, by its line in the file; None
-    where no answers were kept, or without lines."""
-    if not rows or any("line" not in row for row in rows):
+    where no answers were kept, or without lines or numbers."""
+    if not rows or any(row.get(key) is None for row in rows for key in ("line", *columns)):
         return None
     sums: dict[int, list[Any]] = {}
     for row in rows:
@@ -60,12 +67,16 @@ def _decoded(row: Any, plain: Any, of: str, tpc: Interval = None) -> Iterator[Fi
     if row["acceptance_per_depth"]:
         yield _speedup(row, plain, of, size)
     for name, key in (("TTIT, ms", "ttit_s"), ("TTFT, ms", "ttft_s")):
-        less = Figure(of, name, row[key] * 1e3, None, more_is_better=False, is_time=True, batch_size=size)
-        yield replace(less, control=plain[key] * 1e3)
+        less = Figure(of, name, _ms(row[key]), None, more_is_better=False, is_time=True, batch_size=size)
+        yield replace(less, control=_ms(plain[key]))
+
+
+def _ms(seconds: Any) -> Any:
+    return None if seconds is None else 1e3 * seconds
 
 
 def _speedup(row: Any, plain: Any, of: str, size: int) -> Figure:
-    interval, control = row.get("speedup_interval"), plain["ttit_s"] * 1e3
+    interval, control = row.get("speedup_interval"), _ms(plain["ttit_s"])
     figure = Figure(of, "speed-up", row["speedup"], interval, is_time=True, batch_size=size)
     return replace(figure, control=control, is_ratio=True)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from eagle_train.errors import UserError, check, foreign, one_line, shown
-from eagle_train.results import redact
+from eagle_train.results import finite, redact
 from eagle_train.terminal import printable
 
 T = TypeVar("T")
@@ -176,8 +176,9 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def json_of(text: bytes, path: Path) -> Any:
-    """The text of a file as JSON. Raises UserError that names the file."""
+    """The text of a file as JSON, with null for NaN and infinities, which other programs write. Raises UserError that
+    names the file."""
     try:
-        return json.loads(text)
+        return finite(json.loads(text))
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
         raise UserError(f"{path}: no JSON: {one_line(error)}") from error

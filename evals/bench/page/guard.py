@@ -7,7 +7,7 @@ excludes chance. DESIGN section 3.8.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -107,8 +107,10 @@ def _beside_the_code(old: Source, new: Source, figure: Figure) -> list[str]:
 
 def _drafts(source: Source, figure: Figure) -> list[Any]:
     """The fingerprints of the drafts that a figure is of: the result's, and its own drafter's."""
-    own = [each for each in source.found.get("drafters") or [] if figure.of.startswith(f"{each['name']}, ")]
-    return [source.found.get("draft_source"), *(each.get("draft_source") for each in own)]
+    drafters = source.found.get("drafters")
+    rows = [each for each in drafters if isinstance(each, Mapping)] if isinstance(drafters, list) else []
+    own = [each.get("draft_source") for each in rows if figure.of.startswith(f"{each.get('name')}, ")]
+    return [source.found.get("draft_source"), *own]
 
 
 def _elsewhere(old: Source, new: Source, was: Figure, now: Figure) -> str:
@@ -157,6 +159,8 @@ def _by_interval(old: Source, new: Source, was: Figure, now: Figure) -> tuple[st
     columns = _columns(old, new) if now.name in OF_ANSWERS and alone else None
     if columns is not None:
         low, high = paired_interval(*columns, OF_ANSWERS[now.name])
+        if not isfinite(low) or not isfinite(high):  # no time passed in some draws
+            return UNKNOWN, "no interval"
         said = f"difference {low:+.3f} to {high:+.3f}, paired by question"
     elif was.interval is None or now.interval is None:
         return UNKNOWN, "no interval"
