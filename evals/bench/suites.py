@@ -134,6 +134,23 @@ def suite_names() -> list[str]:
 def suite_named(name: str, given: Mapping[str, Any] | None = None, key: str = "suite") -> Suite:
     """A suite of conf/suite, some of its keys replaced by `given`. Raises UserError, which names `key`."""
     check(name in suite_names(), f"{key}={shown(name)}: must be one of {', '.join(suite_names())}")
+    return build(Suite, values_of(name) | dict(given or {}), key)
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """What a suite's YAML says of it."""
     values = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "suite" / f"{name}.yaml"))
-    own = cast(dict[str, Any], values)["suite"]
-    return build(Suite, own | dict(given or {}), key)
+    return cast(dict[str, Any], values)["suite"]
+
+
+def suite_of(values: Any) -> str | None:
+    """The name of the suite that the key `suite` of a config says; None where it says none, or one that is unknown."""
+    title = values.get("title") if isinstance(values, Mapping) else None
+    return next((name for name in suite_names() if title and values_of(name)["title"] == title), None)
+
+
+def given_of(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The keys of a suite that a config gives other values than its YAML has."""
+    own = values_of(name)
+    given = {key: values[key] for key in (*KEYS, "thinking") if values.get(key, {}) != {}}
+    return {key: value for key, value in given.items() if value != own.get(key)}

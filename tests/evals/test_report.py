@@ -2,13 +2,16 @@
 
 import json
 import re
+import shlex
 import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from matplotlib.textpath import TextPath
+from omegaconf import OmegaConf
 
+from eagle_train.cli import as_overrides, compose
 from evals import report
 from evals.bench.page import decoding, plots
 from evals.bench.page.canvas import SERIES
@@ -278,9 +281,50 @@ NOTED = {
 def test_the_command_of_a_result_has_its_sampling():
     config = {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": 0.1, "logit_bias": {"5": 2.0}, "min_tokens": 0}
     told = command(Source("x", "mt_bench", {"config": config}, []))
-    assert told == "python -m evals.mt_bench temperature=0.7 top_p=0.9 min_p=0.1 logit_bias={5: 2.0}"
+    assert told == "python -m evals.mt_bench temperature=0.7 top_p=0.9 min_p=0.1 'logit_bias={5: 2.0}'"
     greedy = command(Source("x", "mt_bench", {"config": config | {"temperature": 0.0}}, []))
-    assert greedy == "python -m evals.mt_bench temperature=0.0 logit_bias={5: 2.0}"
+    assert greedy == "python -m evals.mt_bench temperature=0.0 'logit_bias={5: 2.0}'"
+
+
+def arguments_of(source: Source, name: str) -> dict:
+    """The config that a result's command makes."""
+    words = shlex.split(command(source))
+    assert words[:3] == ["python", "-m", f"evals.{name}"]
+    return OmegaConf.to_container(compose(name, as_overrides(name, words[3:])))
+
+
+@pytest.mark.parametrize("changed", [{}, {"template": None, "thinking": False, "columns": {"question": "ask"}}])
+def test_the_command_of_a_suites_result_asks_that_suite(changed):
+    """With what was given in the place of the suite's own."""
+    given = ["suite=gsm8k", "suite.path=/my files/it's.jsonl", "draft.path=a"]
+    config = OmegaConf.to_container(compose("mt_bench", as_overrides("mt_bench", given)))
+    config["suite"] |= changed
+    source = Source("x", "mt_bench", {"config": config, "drafter": "eagle"}, [])
+    assert arguments_of(source, "mt_bench")["suite"] == config["suite"]
+    assert ("suite.template=null" in command(source)) == bool(changed)
+    published = Source("x", "mt_bench", json.loads((PUBLISHED / "spec_bench.json").read_text()), [])
+    assert command(published).endswith(" suite=spec_bench suite.path=outputs/public/spec_bench.jsonl")
+
+
+def test_the_command_of_a_comparison_has_its_drafters_and_tasks():
+    values = {
+        "drafters": {
+            "a": {"drafter": "eagle", "draft": "my drafts/it's", "tree": "chain3"},
+            "ngram": {"max_draft_len": 5},
+        },
+        "tasks": {"sums": {"suite": "gsm8k", "thinking": False}, "own": "questions.jsonl"},
+    }
+    made = arguments_of(Source("x", "compare", {"config": values | {"limit": None}}, []), "compare")
+    assert {key: made[key] for key in values} == values
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.json")), ids=lambda path: path.stem)
+def test_the_commands_of_published_results_can_be_typed(path):
+    for source in gather([str(path)]):
+        words = shlex.split(command(source))
+        if words and words[2] in ("evals.mt_bench", "evals.compare", "evals.latency"):
+            name = source.evaluation
+            assert compose(name, as_overrides(name, words[3:]))
 
 
 def test_what_is_lossy_or_simulated_or_loops_is_marked_and_no_headline(tmp_path):

@@ -1,14 +1,18 @@
 """How results are told on the page: numbers with intervals, configs as overrides, captions. Texts are plain."""
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_train.cli import quoted
 from eagle_train.errors import typed
 from evals.bench.page.blocks import Block, Facts, Notes, Table
 from evals.bench.page.cautions import cautions, prompts_of
 from evals.bench.page.gather import TRAINING, Source
 from evals.bench.report import sampled, several
+from evals.bench.suites import given_of, suite_of
 
 ABOUT: tuple[str, ...] = (
     "target",
@@ -23,13 +27,14 @@ ABOUT: tuple[str, ...] = (
     "context_lengths",
 )
 # What of a config its caption tells.
-ABOUT += ("questions", "tasks", "limit", "repeats", "temperature", "max_tokens", "acceptance", "device")
+ABOUT += ("questions", "documents", "tasks", "limit", "repeats", "temperature", "max_tokens", "acceptance", "device")
 _SHORT = {"target.path": "target", "draft.path": "draft"}  # keys that an override may call so
 # Keys of a training run's config that its caption tells, and how an override says them.
 OF_TRAINING = {"target.path": "target", "draft.kind": "draft", "draft.num_layers": "draft.num_layers"}
 OF_TRAINING |= {key: key for key in ("data.path", "optim.lr", "optim.tokens_per_step", "train.steps", "train.minutes")}
 EVALUATIONS = {path.stem for path in Path(__file__).parents[2].glob("*.py")}
-LONGEST = 120  # characters of a value in a caption
+_WHOLE = ("drafters", "tasks")  # keys whose mappings are one value on a command line
+_PLAIN = re.compile(r"[\w./+-]*[a-z/][\w./+-]*", re.IGNORECASE)  # a text that Hydra reads as one wherever it stands
 
 
 def spread(value: float | None, interval: Sequence[float] | None, digits: int = 2) -> str:
@@ -61,16 +66,40 @@ def command(source: Source) -> str:
         return ""
     if source.evaluation == TRAINING:
         given = dict(overrides(source.config))
-        return " ".join(["eagle-train", *(f"{name}={given[key]}" for key, name in OF_TRAINING.items() if key in given)])
+        said = [f"{name}={given[key]}" for key, name in OF_TRAINING.items() if key in given]
+        return shlex.join(["eagle-train", *said])
     config = {key: source.config.get(key) for key in ABOUT}
     config |= {"study": (config["study"] or {}).get("name"), "tree": _tree(config["tree"])}
+    config["draft"] = config["draft"] if (config["draft"] or {}).get("path") else None
     config["target"] = {"path": (config["target"] or {}).get("path")}
     config["drafter"] = source.found.get("drafter")  # by its name; all its options are in the config
     own = sampled(source.config) if "temperature" in source.config else {}
     config |= {key: str(value).replace("'", "") for key, value in own.items()}  # a mapping as one types it
+    config |= {key: as_value(config[key]) for key in _WHOLE if isinstance(config[key], Mapping | list)}
     said = [f"{_SHORT.get(key, key)}={value}" for key, value in overrides(config)]
-    said = [each if len(each) <= LONGEST else each[: LONGEST - 3] + "..." for each in said]
-    return " ".join([f"python -m evals.{source.evaluation}", *said])
+    return shlex.join(["python", "-m", f"evals.{source.evaluation}", *said, *_suite(source.config.get("suite"))])
+
+
+def _suite(values: Any) -> list[str]:
+    """A suite by its name, and its keys that were given."""
+    name = suite_of(values)
+    if name is None:
+        return []
+    given = (
+        (key, as_value(each) if isinstance(each, Mapping) else typed(each))
+        for key, each in given_of(values, name).items()
+    )
+    return [f"suite={name}", *(f"suite.{key}={value}" for key, value in given)]
+
+
+def as_value(value: Any) -> str:
+    """A value within a mapping or a list, as Hydra reads it."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {as_value(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_value, value))}]"
+    is_free = isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in ("null", "true", "false"))
+    return quoted(value) if is_free else typed(value)
 
 
 def _tree(tree: Any) -> Any:
