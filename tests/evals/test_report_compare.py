@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_train.fields import defaults_of
+from eagle_train.settings import CONF_DIR
 from evals import report
 from evals.bench.page.figures import figures_of
-from evals.bench.page.gather import gather
+from evals.bench.page.gather import Source, gather
 from evals.bench.page.guard import COLUMNS, OF_ANSWERS, paired_columns, paired_interval
+from evals.bench.page.pairing import added, different
 from tests.support.command_line import call, write_jsonl
 
 PUBLISHED = Path(report.__file__).parent / "results"
@@ -230,6 +233,59 @@ def test_another_config_is_not_compared_and_named(tmp_path):
     assert "made with another config than" in said
     assert f"{old}/results.json: max" in said.replace("\\", "")  # and `out` is none
     assert json.loads((tmp_path / "out/comparison.json").read_text()) == []
+
+
+def changed(path: Path, new: Path, **changes) -> Path:
+    """A copy of a result with other values in its config, by dotted keys with __ for dots; None: without the key."""
+    found = json.loads(path.read_text())
+    for key, value in changes.items():
+        *above, last = key.split("__")
+        place = found["config"]
+        for name in above:
+            place = place[name]
+        if value is None:
+            place.pop(last)
+        else:
+            place[last] = value
+    new.write_text(json.dumps(found))
+    return new
+
+
+def test_a_setting_that_old_does_not_know_is_as_today_unless_it_is_told(tmp_path):
+    """A commit that adds one can be compared with the one before; what is taken as equal is named."""
+    now = result(tmp_path / "now", answers(1)) / "results.json"
+    now = changed(now, tmp_path / "now.json", too_long="refuse", engine__gate=False)
+    old = changed(now, tmp_path / "old.json", too_long=None, engine__gate=None)
+    assert len(verdicts(tmp_path / "out", old, now)) == 4
+    said = (tmp_path / "out/report.md").read_text().replace("\\", "")
+    assert f"{now}: OLD's config has no engine.gate=false, too_long=refuse: today's default" in said
+
+    other = changed(now, tmp_path / "other.json", engine__gate=True)
+    for before, after, key in ((old, other, "engine.gate"), (now, old, "engine.gate, too_long")):
+        assert verdicts(tmp_path / "out", before, after) == {}
+        said = (tmp_path / "out/report.md").read_text().replace("\\", "")
+        assert f"made with another config than {before}: {key}." in said
+
+
+def test_new_settings_of_a_suite_and_of_a_drafter_are_known_too(tmp_path):
+    path = PUBLISHED / "mt_bench.json"
+    new = changed(path, tmp_path / "new.json", suite__size=80)
+    (old,), (now,) = gather([str(path)]), gather([str(new)])
+    assert added(old, now) == ["suite.size"]
+    assert different(old, now) == []
+    ngram = {"drafter": "ngram", "config": {"drafter": {"max_draft_len": 7, "is_keep_all": True}}}
+    now, old = (Source("x", "mt_bench", ngram | change) for change in ({}, {"config": {"drafter": {}}}))
+    assert (added(old, now), different(old, now)) == (["drafter.is_keep_all"], ["drafter.max_draft_len"])
+    kind = {"draft": {"kind": "eagle3", "steps": 7}, "train": {"minutes": None}}
+    now, old = (Source("x", "training", {"config": each}) for each in (kind, {"draft": {"kind": "eagle3"}}))
+    assert different(old, now) == ([] if defaults_of("draft", "fields_eagle3")["steps"] == 7 else ["draft.steps"])
+
+
+@pytest.mark.parametrize("evaluation", [*sorted(path.stem for path in (CONF_DIR / "commands").glob("*.yaml")), "other"])
+def test_every_commands_defaults_are_known(evaluation):
+    """But for `command`, which others begin with."""
+    now = Source("x", evaluation, {"config": {"a": 1}})
+    assert different(Source("x", evaluation, {"config": {}}), now) == ["a"]
 
 
 def test_a_guard_that_compared_nothing_fails(tmp_path, capsys):

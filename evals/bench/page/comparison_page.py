@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from evals.bench.page.blocks import Block, Facts, Headline, Notes, Page, Table
 from evals.bench.page.figures import figures_of
 from evals.bench.page.gather import Source
-from evals.bench.page.guard import BETTER, NOISE, UNKNOWN, WORSE, Judged, judge, missing, pairs
+from evals.bench.page.guard import BETTER, NOISE, UNKNOWN, WORSE, Judged, judge, missing
+from evals.bench.page.pairing import pairs, told
 from evals.bench.page.sections import readable
 from evals.bench.page.shown import hardware, spread
 
@@ -16,8 +17,8 @@ HOW = (
     "their answers; else the two intervals must not overlap, which is stricter.",
     "Of twenty figures that did not change, about one is called better or worse as questions are a sample. What a "
     "machine does from run to run comes on top, as far as plain decoding does not show it: measure both again.",
-    "Cannot tell: no interval, or other hardware, or for times other work on the machine in one of the runs. Such a "
-    "difference is none of the code.",
+    "Cannot tell: no interval, or another target, other questions or other hardware, or for times other work on the "
+    "machine in one of the runs. Such a difference is none of the code.",
     "Times follow the machine's own drift, which plain decoding in the same run shows: intervals are wider by it. "
     "Where its time changed by more than 5 %, TTIT and TTFT are not compared: look at the speed-up, and measure OLD "
     "again.",
@@ -42,6 +43,8 @@ def comparison(old: Sequence[Source], new: Sequence[Source]) -> tuple[Page, list
         blocks.append(Table("Figures, old and new", header, [_row(each) for each in judged], texts=True))
     if alone:
         blocks.append(Notes("Not compared", alone))
+    if equal := [line for was, now in matched for line in told(was, now)]:
+        blocks.append(Notes("Settings that OLD does not know", equal))
     blocks.append(Notes("How to read it", HOW))
     made = [(each.name, f"{hardware(each)}; {each.found.get('date') or 'no date'}") for each in (*old, *new)]
     blocks.append(Facts("Where these were measured", made))

@@ -17,7 +17,6 @@ from evals.bench.page.cautions import SPARE_LOAD, other_work, prompts_of
 from evals.bench.page.figure import Figure
 from evals.bench.page.figures import answer_sums, figures_of
 from evals.bench.page.gather import UNREADABLE, Source
-from evals.bench.page.shown import overrides
 from evals.bench.statistics import FEWEST, RESAMPLES
 
 BETTER, WORSE, NOISE, UNKNOWN = "better", "worse", "noise", "cannot tell"
@@ -42,31 +41,6 @@ class Judged:
     new: Figure
     verdict: str
     why: str
-
-
-def pairs(old: Sequence[Source], new: Sequence[Source]) -> tuple[list[tuple[Source, Source]], list[str], list[Source]]:
-    """Results of the same evaluation and config, why each other one of NEW has no pair, and the others of OLD."""
-    found, alone, left = [], [], list(old)
-    for source in new:
-        same = [each for each in left if each.evaluation == source.evaluation]
-        match = next((each for each in same if not different(each, source)), None)
-        if match is not None:
-            left.remove(match)
-            found.append((match, source))
-            continue
-        if not same:
-            alone.append(f"{source.name}: no result of evals.{source.evaluation} is in OLD.")
-            continue
-        alone.append(
-            f"{source.name}: made with another config than {same[0].name}: {', '.join(different(same[0], source))}."
-        )
-    return found, alone, left
-
-
-def different(one: Source, other: Source) -> list[str]:
-    """The settings in which two configs differ; where results are written is none."""
-    mine, theirs = (dict(overrides({k: v for k, v in each.config.items() if k != "out"})) for each in (one, other))
-    return sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
 
 
 def judge(old: Source, new: Source) -> list[Judged]:
