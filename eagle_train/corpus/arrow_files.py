@@ -107,6 +107,21 @@ def is_saved(path: str) -> bool:
     )
 
 
+def is_dictionary(path: str) -> bool:
+    """Whether `save_to_disk` wrote several splits there, a DatasetDict."""
+    return os.path.isfile(os.path.join(path, _SPLITS))
+
+
+def saved_splits(path: str) -> list[str | None] | None:
+    """The splits of a DatasetDict that was saved to disk, or the one that a saved Dataset says it is, None where it
+    says none; None for another directory."""
+    if not is_saved(path):
+        return None
+    if is_dictionary(path):
+        return list(_read_json(Path(path) / _SPLITS).get("splits", []))
+    return [_read_json(Path(path) / _STATE).get("_split")]
+
+
 def saved_files(path: str, split: str, field: str) -> list[str]:
     """The Arrow files of a Dataset, or of a split of a DatasetDict, that was saved to disk.
 

@@ -151,7 +151,8 @@ def _bucket(row: Found) -> str:
 def of_suite(suite: Found) -> str:
     """What a suite is and what it was asked with, for a report."""
     thinking = {None: "not given", True: "on", False: "off"}[suite["thinking"]]
-    parts = [f"Suite {suite['title']}", f"read from {code(suite['place'])}", f"thinking {thinking}"]
+    of = "" if suite.get("size") is None else f" ({several(suite['size'], 'question')} published)"
+    parts = [f"Suite {suite['title']}{of}", f"read from {code(suite['place'])}", f"thinking {thinking}"]
     parts.append("no template" if suite["template"] is None else f"template {code(suite['template'])}")
     parts.append(f"licence {plain(suite['licence'] or 'not stated')}")
     return "; ".join(parts) + "."

@@ -5,7 +5,7 @@ from collections import Counter
 
 import datasets
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from eagle_train.errors import UserError
 from evals.bench.suites import PROMPT, Suite, suite_named, suite_names
@@ -76,6 +76,81 @@ def test_no_two_questions_of_several_files_are_one(tmp_path):
     write_rows(tmp_path / "q.jsonl", rows)
     (tmp_path / "q.jsonl").write_text("\n" + (tmp_path / "q.jsonl").read_text())
     assert [each.line for each in read("own", tmp_path / "q.jsonl")] == [2, 3, 4, 5]  # of one file its own
+
+
+def maths(count: int, start: int = 0) -> list[dict]:
+    return [{"question": f"{place} + 1?", "answer": "#### 2"} for place in range(start, start + count)]
+
+
+def copies(home) -> dict:
+    """Copies of GSM8K's test split of three questions, each beside a training split that is another: paths by kind."""
+    test, train = maths(3), maths(5, start=100)
+    both = DatasetDict(test=Dataset.from_list(test), train=Dataset.from_list(train))
+    both.save_to_disk(home / "saved")
+    (home / "data").mkdir()
+    for name, rows in (("test", test), ("test_socratic", train), ("train", train), ("train_socratic", train)):
+        write_rows(home / "data" / f"{name}.jsonl", rows)
+    for config, rows in (("main", test), ("socratic", train)):
+        (home / "clone" / config).mkdir(parents=True)
+        Dataset.from_list(rows).to_parquet(home / "clone" / config / "test-00000-of-00001.parquet")
+        Dataset.from_list(train).to_parquet(home / "clone" / config / "train-00000-of-00001.parquet")
+    files = [f"  - split: {split}\n    path: {{0}}/{split}-*" for split in ("train", "test")]
+    declared = [
+        f"- config_name: {{0}}\n  data_files:\n{chr(10).join(files)}".format(name) for name in ("main", "socratic")
+    ]
+    (home / "clone" / "README.md").write_text("---\nconfigs:\n" + "\n".join(declared) + "\n---\n# GSM8K\n")
+    return {"saved": home / "saved", "split": home / "saved/test", "data": home / "data", "clone": home / "clone"}
+
+
+@pytest.mark.parametrize("kind", ["saved", "split", "data", "clone"])
+def test_of_a_directory_the_suites_own_split_is_read(tmp_path, kind):
+    questions = read("gsm8k", copies(tmp_path)[kind], template=None)
+    assert [question.turns for question in questions] == [[row["question"]] for row in maths(3)]
+
+
+def test_a_config_of_a_clone_alone(tmp_path):
+    path = copies(tmp_path)["clone"] / "main"
+    assert len(read("gsm8k", path)) == 3
+
+
+def test_the_hubs_columns_are_read_from_a_copy(tmp_path):
+    row = {"prompt": ["a", "b"], "prompt_id": 7, "category": "math", "reference": []}
+    DatasetDict(train=Dataset.from_list([row])).save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "saved", write_rows(tmp_path / "rows.jsonl", [row])):
+        (question,) = read("mt_bench", path)
+        assert (question.id, question.turns, question.category) == (7, ["a", "b"], "math")
+    with pytest.raises(UserError, match=r"it lacks question_id, turns; the row has category"):
+        read("mt_bench", write_rows(tmp_path / "none.jsonl", [{"category": "math"}]))
+
+
+def test_the_training_split_does_not_pass_as_the_suite(tmp_path):
+    home = copies(tmp_path)
+    Dataset.from_list(maths(5), split="train").save_to_disk(tmp_path / "set")
+    places = [home["saved"] / "train", *(home["data"] / f"train{end}.jsonl" for end in ("", "_socratic"))]
+    for path in (*places, tmp_path / "set", home["clone"] / "main/train-00000-of-00001.parquet"):
+        with pytest.raises(
+            UserError, match=rf"^suite\.path={path}: is the training split; GSM8K's questions are of the"
+        ):
+            read("gsm8k", path)
+    assert len(read("own", home["data"] / "train.jsonl")) == 5, "a set of one's own may be any"
+    DatasetDict(dev=Dataset.from_list(maths(1))).save_to_disk(tmp_path / "other")
+    with pytest.raises(UserError, match=r"/other: has no split test; give the directory of one, .*/other/dev say"):
+        read("gsm8k", tmp_path / "other")
+    assert len(read("gsm8k", tmp_path / "other/dev")) == 1
+    path = write_rows(tmp_path / "renamed.jsonl", maths(7473))
+    with pytest.raises(
+        UserError, match=r"has 7,473 questions, and GSM8K has 1,319: it is another set; give that, or s"
+    ):
+        read("gsm8k", path)
+
+
+def test_a_part_of_a_suite_is_told(tmp_path, caplog):
+    """Of one's own choice, say; the whole set is not."""
+    caplog.set_level("INFO")
+    assert len(suite_named("gsm8k", {"path": str(write_rows(tmp_path / "q.jsonl", maths(1319)))}).read(limit=2)) == 2
+    assert caplog.text == ""
+    read("gsm8k", write_rows(tmp_path / "q.jsonl", maths(9)))
+    assert "q.jsonl has 9 questions, and GSM8K has 1,319: figures are of a part of it" in caplog.text
 
 
 def test_the_hub_is_read_where_no_file_is_given(monkeypatch):
