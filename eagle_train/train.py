@@ -86,8 +86,10 @@ def job(config: DictConfig) -> int:
     world = distributed.start(resolve_device(config.device), timeout_minutes=minutes, group=group)
     out = Path(str(config.out))
     try:
-        with one_writer(out, out / ".lock", world):
-            _run(config, assemble(config, parallel, world), stop)
+        with one_writer(out, out / ".lock", world) as hold:
+            trainer = assemble(config, parallel, world)
+            trainer.store.taken_by = hold.other
+            _run(config, trainer, stop)
     except Interrupted as interrupted:
         if world.is_main:
             _LOG.info("%s", interrupted)

@@ -6,13 +6,16 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from eagle_train import cache, datastore, regenerate, train
 from eagle_train import one_writer as one_writer_module
 from eagle_train.errors import UserError
 from eagle_train.one_writer import one_writer
+from eagle_train.training.checkpoint.store import CheckpointStore
 from tests.support.command_line import call
 
 HOLDS = "import sys; from pathlib import Path; from eagle_train.one_writer import one_writer\n"
@@ -69,6 +72,20 @@ def test_a_file_system_without_locks_is_told_and_the_holder_sees_who_came(tmp_pa
     assert (out / ".lock").exists()  # another's
     (out / ".lock").unlink()
     assert hold.other() == "another process"
+
+
+def test_a_run_asks_before_its_checkpoints_whether_another_has_come(tmp_path, monkeypatch):
+    config, store = OmegaConf.create({"out": str(tmp_path), "parallel": {}, "device": "cpu"}), CheckpointStore(tmp_path)
+
+    def run(_: object, trainer: SimpleNamespace, __: object) -> None:
+        assert trainer.store.taken_by() is None
+        (tmp_path / ".lock").write_text("process 7 on another\n12 abc")
+        assert trainer.store.taken_by() == "process 7 on another"
+
+    monkeypatch.setattr(train, "_StopSignal", lambda: None)
+    monkeypatch.setattr(train, "assemble", lambda *_: SimpleNamespace(store=store))
+    monkeypatch.setattr(train, "_run", run)
+    assert train.job(config) == 0
 
 
 def test_where_nothing_can_be_written_the_command_says_so(tmp_path):

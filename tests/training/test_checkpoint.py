@@ -347,6 +347,20 @@ def test_no_checkpoint(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_another_process_in_the_directory_ends_a_save_and_keeps_its_files(tmp_path):
+    """Where no lock keeps it out."""
+    store, its = CheckpointStore(tmp_path), tmp_path / ".step-00000002.partial" / "draft"
+    store.save(1, RankTensors.copied({}, {}), {}, {}, keep=1)
+    its.parent.mkdir()
+    its.write_text("half")
+    store.taken_by = lambda: "process 7 on another"
+    told = "step 2 could not be written: process 7 on another writes there too; earlier checkpoints are untouched"
+    with pytest.raises(CommonError, match=told):
+        store.save(2, RankTensors.copied({}, {}), {}, {}, keep=1)
+    assert its.read_text() == "half"
+    assert store.latest() == tmp_path / "step-00000001"
+
+
 @pytest.mark.parametrize(("size", "state_size"), [(100_000, 1), (1, 100_000)], ids=["draft", "trainer"])
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path, size, state_size):
     some_save(tmp_path, 1)

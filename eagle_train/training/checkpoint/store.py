@@ -49,6 +49,8 @@ class CheckpointStore:
         self._exchange: _Exchange = functools.partial(world.exchange, side="files")
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._running: Future[Path] | None = None
+        self.taken_by: Callable[[], str | None] = lambda: None
+        """Who else writes to the directory, where no lock keeps others out; asked before each save by the main rank."""
 
     def save_in_background(self, *arguments: Any, **options: Any) -> None:
         """`save` in a thread, after waiting for the one before.
@@ -95,7 +97,8 @@ class CheckpointStore:
         with `weights_only=True`. The main rank's config and state are written. `keep`: how many checkpoints are kept
         up to and including this step, beside the one with the highest `score`; 0 keeps all. Checkpoints of later
         steps, which another run left, are not touched. A checkpoint of the same step is replaced. Raises CommonError
-        on every rank where the disk refuses one of them; earlier checkpoints are then as they were.
+        on every rank where the disk refuses one of them, or another process has taken the directory; earlier
+        checkpoints are then as they were.
         """
         assert score is None or math.isfinite(score), score
         final = self.directory / directory_name(step)
@@ -110,7 +113,7 @@ class CheckpointStore:
                 self._exchange, lambda: self._finish(partial, final, {"step": step, "score": score, "files": files})
             )
         except BaseException as error:
-            if self.world.is_main:
+            if self.world.is_main and self.taken_by() is None:  # else it may be another's
                 shutil.rmtree(partial, ignore_errors=True)
             if not isinstance(error, _DiskError):
                 raise
@@ -122,6 +125,8 @@ class CheckpointStore:
 
     def _begin(self, partial: Path) -> None:
         if self.world.is_main:
+            if other := self.taken_by():
+                raise OSError(f"{other} writes there too")
             self.directory.mkdir(parents=True, exist_ok=True)
             _clean_up(self.directory)
             _move_aside(partial)
