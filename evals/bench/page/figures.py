@@ -147,7 +147,8 @@ def _doctor(source: Source) -> Iterator[Figure]:
     found, of = source.found, "the draft"
     yield Figure(of, "problems", len(found["problems"]), more_is_better=False, is_count=True)
     for name, key in (("TPC", "tpc"), ("1 + drafts accepted after every token", "after_every_token")):
-        yield Figure(of, f"{name} (99 %)", found.get(key), found.get(f"{key}_interval"))
+        if key in found:
+            yield Figure(of, f"{name} (99 %)", found[key], found.get(f"{key}_interval"))
     if found.get("rounds"):
         share = 1 - found["rounds_that_differ"] / found["rounds"]
         yield Figure(of, "rounds in which engine and training graph agree, share", share)
