@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import CommonError, World, shielded
 from eagle_train.errors import UserError, one_line
 
+T = TypeVar("T")
 _BLOCK = 1024  # draws whose data sets are chosen together
 _LOOK_S = 2  # seconds between two checks of the worker processes
 CHUNK = 32  # rows that a rank tokenises before an exchange
@@ -165,18 +166,40 @@ class Feed:
     def documents(self, position: Position) -> Iterator[tuple[Drawn, list[Document] | MalformedRow]]:
         """Rows with their documents from `position` on, without end, the same on every rank.
 
-        Raises as `received` does, when the row's turn comes.
+        Raises as `received` does, when the row's turn comes; CommonError on every rank where one cannot read its data,
+        or lost a worker process.
         """
         draws, size = self.draws(position), self.world.size
-        ahead: deque[tuple[list[Drawn], Callable[[], list[_Rendered]]]] = deque()
+        ahead: deque[tuple[list[Drawn], Callable[[], list[_Rendered]]] | CommonError] = deque()
         while True:
             while len(ahead) <= 2 * self.config.workers:
-                chunk = list(islice(draws, CHUNK * size))
-                ahead.append((chunk, self.submit(chunk[self.world.rank :: size])))
-            chunk, own = ahead.popleft()
-            everyone = self.world.exchange(own())
+                ahead.append(self._tried(partial(self._begun, draws)))
+            own = ahead.popleft()
+            chunk, result = ([], own) if isinstance(own, CommonError) else (own[0], self._tried(own[1]))
+            everyone = self.world.exchange(result)
+            rendered = [each for each in everyone if not isinstance(each, CommonError)]
+            for fault in everyone:
+                if isinstance(fault, CommonError):
+                    raise fault
             for place, drawn in enumerate(chunk):
-                yield drawn, received(everyone[place % size][place // size], self.config)
+                yield drawn, received(rendered[place % size][place // size], self.config)
+
+    def _begun(self, draws: Iterator[Drawn]) -> tuple[list[Drawn], Callable[[], list[_Rendered]]]:
+        """The next rows of all ranks, and what returns the documents of this rank's."""
+        chunk = list(islice(draws, CHUNK * self.world.size))
+        return chunk, self.submit(chunk[self.world.rank :: self.world.size])
+
+    def _tried(self, work: Callable[[], T]) -> T | CommonError:
+        """What `work` returns, or what the ranks are told where this one's files or processes fail it."""
+        try:
+            return work()
+        except CommonError as error:
+            return error
+        except (UserError, OSError) as error:
+            return CommonError(str(error))
+        except BrokenProcessPool as error:
+            workers = f"data.workers={self.config.workers}: a worker process was killed, perhaps for lack of memory"
+            return CommonError(f"{workers}; give fewer (BrokenProcessPool: {one_line(error)})")
 
     def submit(self, rows: list[Drawn]) -> Callable[[], list[_Rendered]]:
         """Begin to render rows, in worker processes if there are any; what returns their documents."""

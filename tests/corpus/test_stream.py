@@ -27,11 +27,11 @@ import pytest
 import torch
 
 from eagle_train.corpus import feed, json_files
-from eagle_train.corpus.feed import shuffled
+from eagle_train.corpus.feed import CHUNK, Feed, shuffled
 from eagle_train.corpus.rows import parse
 from eagle_train.corpus.source import DataConfig, SourceConfig, open_source
 from eagle_train.corpus.stream import Batch, Stream, heldout_batches
-from eagle_train.distributed import CommonError, World
+from eagle_train.distributed import ALONE, CommonError, World
 from eagle_train.errors import UserError
 from tests.support.processes import run
 from tests.support.word_chats import (
@@ -508,6 +508,40 @@ def test_a_worker_that_is_killed_in_its_result_ends_the_run(tmp_path):
     done = run([sys.executable, "-c", DIE, path], env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert done.returncode == 1
     assert "BrokenProcessPool" in done.stderr
+
+
+class _Other:
+    """Two ranks, of whom the other has lost its data."""
+
+    size, rank = 2, 0
+
+    def exchange(self, own, side="data"):
+        return [own, CommonError("train.jsonl: cannot be read: [Errno 5] Input/output error")]
+
+
+def test_what_one_rank_cannot_read_is_raised_on_all(tmp_path):
+    path = write_jsonl(tmp_path / "train.jsonl", make_rows(100, 3, 0))
+    rows = Feed(DataConfig(path), make_renderer(), _Other())
+    with pytest.raises(CommonError, match="Input/output error"):
+        next(rows.documents(rows.start()))
+
+
+@pytest.mark.parametrize("error", [UserError("hub: cannot be read"), OSError(5, "Input/output error")])
+def test_data_that_cannot_be_read_any_more_end_the_run_as_a_common_error(tmp_path, monkeypatch, error):
+    """After all rows of what was read before, so that what they teach can be kept."""
+    path = write_jsonl(tmp_path / "train.jsonl", make_rows(200, 3, 0))
+    rows = Feed(DataConfig(path), make_renderer(), ALONE)
+    whole = rows.draws
+
+    def broken(position):
+        yield from islice(whole(position), 100)
+        raise error
+
+    monkeypatch.setattr(rows, "draws", broken)
+    drawn = []
+    with pytest.raises(CommonError, match=r"cannot be read|Input/output error"):
+        drawn.extend(rows.documents(rows.start()))
+    assert len(drawn) == 100 // CHUNK * CHUNK
 
 
 def test_a_mixture_follows_its_weights_and_each_part_its_epochs(tmp_path):
