@@ -76,10 +76,10 @@ class Lookahead:
         halves = self.device.type == "cpu" and torch.get_num_threads() > 1
         return self._pool is not None or (self._beside and (halves or self._reads))
 
-    def start(self, steps: int | None) -> "Lookahead":
+    def start(self, steps: int | None, wait: bool = True) -> "Lookahead":
         """Draw from where the stream stands now: `steps` steps, or as many as are taken if None.
 
-        Raises what the first step's drawing raised.
+        Waits for the first step, and raises what its drawing raised, unless `wait` is false.
         """
         self._threads = torch.get_num_threads()
         if self.runs_beside:
@@ -95,9 +95,9 @@ class Lookahead:
             self.stream.config.prefetch,
         )
         try:
-            for _ in range(DRAWN_AHEAD):
-                self._upcoming.append(self._take())
-            _sound(self._upcoming[0])
+            if wait:
+                self._draw_ahead(DRAWN_AHEAD)
+                _sound(self._upcoming[0])
         except BaseException:  # data that cannot be read, say: nobody will leave what was not entered
             self._release(wait=False)
             raise
@@ -123,23 +123,37 @@ class Lookahead:
         """The micro-batches of a step that is drawn and not handed out yet; 0 is the next one."""
         return _sound(self._upcoming[number])[0]
 
+    def has_step(self, seconds: float) -> bool:
+        """Whether `step` need not wait for data, within so many seconds."""
+        return self._draw_ahead(DRAWN_AHEAD + 1, seconds)
+
     def step(self) -> list[Placed]:
         """The next optimiser step's micro-batches. Raises what its drawing raised; `state` is then as before."""
+        self._draw_ahead(DRAWN_AHEAD + 1)
         batches, self.state = _sound(self._upcoming.popleft())
-        self._upcoming.append(self._take())
         return batches
 
-    def _take(self) -> _Step | Exception:
-        """The next step that was drawn, on the device, and the stream's state after it; or what its drawing raised.
+    def _draw_ahead(self, steps: int, seconds: float | None = None) -> bool:
+        """Have so many steps on the device that are not handed out; False if one is not drawn within `seconds`."""
+        while len(self._upcoming) < steps:
+            taken = self._take(seconds)
+            if taken is None:
+                return False
+            self._upcoming.append(taken)
+        return True
+
+    def _take(self, seconds: float | None) -> _Step | Exception | None:
+        """The next step that was drawn, on the device, and the stream's state after it; or what its drawing raised;
+        None if it is not drawn within `seconds`.
 
         The run may end before it comes to that step.
         """
         if self._upcoming and isinstance(self._upcoming[-1], Exception):
             return self._upcoming[-1]  # nothing was drawn after it
         started = time.perf_counter()
-        drawn = self._drawer.take()
+        drawn = self._drawer.take(seconds)
         self.waited += time.perf_counter() - started
-        if isinstance(drawn, Exception):
+        if drawn is None or isinstance(drawn, Exception):
             return drawn
         batches, state = drawn
         return [self.to_device(batch) for batch in batches], state
@@ -226,9 +240,12 @@ class _Drawer:
             if isinstance(step, Exception):
                 return
 
-    def take(self) -> _Drawn | Exception:
-        """The next step and the state after it, or what its drawing raised: nothing comes after that."""
-        return self._ready.get()
+    def take(self, seconds: float | None) -> _Drawn | Exception | None:
+        """The next step and the state after it, or what its drawing raised: nothing comes after that. None if it does
+        not come within `seconds`."""
+        with suppress(queue.Empty):
+            return self._ready.get(timeout=seconds)
+        return None
 
     def finish(self, largest: Callable[[int], int]) -> None:
         """Stop drawing, after as many steps as the rank that has begun most; `largest` gives their maximum."""

@@ -37,6 +37,8 @@ from eagle_train.training.state import TrainState, set_random_state
 from eagle_train.training.target_pass import Placed, autocast, casts_kept, unread
 from eagle_train.training.train_config import TrainConfig
 
+_POLL_S = 1.0  # seconds between two looks for data, and for who wants the run to stop
+
 
 class Interrupted(Exception):
     """The run was asked to stop, and the checkpoint of its last whole step is written."""
@@ -45,9 +47,9 @@ class Interrupted(Exception):
 class Trainer:
     """One rank's part of a run: a draft, its frozen target, a stream of batches, and the checkpoints it writes.
 
-    `state` is what the run has come to so far. `stop_asked`: polled after every micro-batch; if it is true on any rank,
-    all ranks leave the run. `around_step`: entered around each step of `train` (step_profile.py). `micro_batch`: the
-    current one of the current step, from 1.
+    `state` is what the run has come to so far. `stop_asked`: polled after every micro-batch, and while data is waited
+    for; if it is true on any rank, all ranks leave the run. `around_step`: entered around each step of `train`
+    (step_profile.py). `micro_batch`: the current one of the current step, from 1.
     """
 
     def __init__(
@@ -113,12 +115,14 @@ class Trainer:
     def train_step(self) -> Record | None:
         """One optimiser step over its micro-batches; each supervised slot of the step has the same weight. DESIGN 3.2.
 
-        The look-ahead must be started. Returns the step's record, or None if the run was left in the middle of it: the
+        The look-ahead must be started. Returns the step's record, or None if the run was left in it, or before it: the
         weights and the state are then as before the step, and so they are where it raises CommonError.
         """
         with stage("data"):
+            supervised = self._begin_step()
+            if supervised is None:
+                return None
             micro_batches = self.lookahead.step()
-        supervised = self._begin_step(sum(len(batch.slots[0]) for batch in micro_batches))
         with casts_kept(self.target.device):
             meter = self._accumulate(micro_batches, self.backend.divisor / max(supervised, 1))
         if meter is None:
@@ -166,7 +170,8 @@ class Trainer:
             return {}
         self.budget.start()
         bar, heldout = self._progress_bar(), Record()
-        with self.lookahead.start(self._steps_left()):
+        with self.lookahead.start(self._steps_left(), wait=False):
+            self._await_data()
             while not self.budget.is_last:
                 with self.around_step():
                     record = self._timed_step()
@@ -224,13 +229,37 @@ class Trainer:
         self.budget.before, self.budget.finished = state.seconds, state.finished
         return True
 
-    def _begin_step(self, supervised: int) -> int:
-        """Begin a step, at the main rank's time. Returns the supervised slots of all ranks."""
-        milliseconds = round(1000 * self.budget.seconds) if self.world.is_main else 0
-        own = torch.tensor([supervised, milliseconds], dtype=torch.int64)  # summed by hosts, no device is waited for
-        supervised, milliseconds = self.world.sum(own).tolist()
-        self.budget.begin(self.state.step, milliseconds / 1000)
-        return supervised
+    def _await_data(self) -> None:
+        """Wait until all ranks have the first step's data; raises what its drawing raised, or Interrupted."""
+        while True:
+            waits = not self.lookahead.has_step(_POLL_S)
+            own = torch.tensor([waits, self.stop_asked()], dtype=torch.int64)
+            waiting, told = self.world.sum(own).tolist()
+            if not waiting:
+                self.lookahead.upcoming()
+                return
+            if told:
+                self._interrupt()
+
+    def _begin_step(self) -> int | None:
+        """Begin a step, at the main rank's time, once all ranks have its data. Returns the supervised slots of all
+        ranks; None if the run is to be left, because a rank was told to stop while one waits for data.
+
+        Ranks that have their data wait in the sum for those that have not, which come to it every second.
+        """
+        while True:
+            supervised, waits = 0, not self.lookahead.has_step(_POLL_S)
+            if not waits:
+                supervised = sum(len(batch.slots[0]) for batch in self.lookahead.upcoming())
+            milliseconds = round(1000 * self.budget.seconds) if self.world.is_main else 0
+            own = [supervised, milliseconds, waits, self.stop_asked()]
+            # Summed by hosts: no device is waited for.
+            supervised, milliseconds, waiting, told = self.world.sum(torch.tensor(own, dtype=torch.int64)).tolist()
+            if not waiting:
+                self.budget.begin(self.state.step, milliseconds / 1000)
+                return supervised
+            if told:
+                return None
 
     def _update_weights(self) -> tuple[float, float]:
         """End a step: follow its gradient, or skip it. Returns the gradient's norm and the learning rate.

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain, repeat
@@ -438,6 +439,30 @@ def test_a_last_checkpoint_that_the_disk_refused_is_tried_again(tmp_path, data, 
     assert step_of(checkpoints(tmp_path / "run")[-1]) == last
     if not stop:
         assert score_of(checkpoints(tmp_path / "run")[-1]) == metrics[-1]["heldout_simulated_tpc"]
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_run_that_waits_for_data_can_be_told_to_stop(tmp_path, data, monkeypatch, done):
+    monkeypatch.setattr("eagle_train.training.trainer._POLL_S", 0.01)
+    trainer = make_trainer(tmp_path / "run", data)
+    take, comes = trainer.lookahead.stream.__class__.__next__, threading.Event()
+    waits = []
+
+    def slow(stream):
+        if trainer.state.step >= done and (done == 0 or stream.position.drawn > 0):
+            waits.append(True)
+            comes.wait()
+        return take(stream)
+
+    monkeypatch.setattr(Stream, "__next__", slow)
+    trainer.stop_asked = lambda: bool(waits)
+    try:
+        with pytest.raises(Interrupted, match=r"^told to stop, \d of 6 steps done"):
+            run_training(trainer)
+    finally:
+        comes.set()
+    assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [trainer.state.step] * (trainer.state.step > 0)
+    assert (trainer.state.step > 0) == (done > 0)
 
 
 def test_resuming_goes_on_with_the_random_numbers(tmp_path, data):
