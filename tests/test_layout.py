@@ -21,8 +21,7 @@ TESTED_IN = {
     "corpus/template corpus/tokens corpus/turns",
     "diagnosis/test_vllm.py": "diagnosis/served_by_vllm diagnosis/vllm_job",
     "diagnosis/test_run.py": "diagnosis/compare diagnosis/conventions diagnosis/fed_variants diagnosis/files "
-    "diagnosis/overflow diagnosis/reading diagnosis/replay diagnosis/template diagnosis/texts diagnosis/tracing "
-    "diagnosis/own_variants",
+    "diagnosis/overflow diagnosis/own_variants diagnosis/replay diagnosis/tracing",
     "inference/cache/test_paged_kv.py": "inference/cache/prefix inference/cache/suffix",
     "inference/lookup/test_datastore.py": "inference/lookup/datastore_format",
     "inference/parallel/test_disaggregated.py": "inference/parallel/lines inference/parallel/prefill_server",
