@@ -110,7 +110,7 @@ def test_greedy_answers_of_a_family_with_every_drafter(family):
     pairs = [(row, name) for place, name in enumerate(TOGETHER) for row in range(place % 2, len(PROMPTS), 2)]
     own = [replace(GREEDY, drafter=name) for _, name in pairs]
     target, texts = target_of(family), texts_of(family)
-    calm, engine = (with_several(target, texts, **options) for options in ({}, EVERYTHING | {"kv_tokens": 9 * BLOCK}))
+    calm, engine = (with_several(target, texts, **options) for options in ({}, EVERYTHING | {"kv_tokens": 5 * BLOCK}))
     lost, rounds = preemptions(engine), []
     for each in (calm, engine):
         outputs = each.generate([PROMPTS[row] for row, _ in pairs], own)
