@@ -99,7 +99,7 @@ def test_a_task_may_be_a_suite(home, tmp_path):
     assert call(compare.main, *arguments(home, tmp_path, task, "max_tokens=4", "repeats=1")) == 0
     (task,) = json.loads((tmp_path / "results.json").read_text())["tasks"]
     assert (task["name"], task["format"], task["questions"]) == ("code", "HumanEval", 4)
-    assert "Suite HumanEval; read from " in (tmp_path / "report.md").read_text()
+    assert "Suite HumanEval (164 questions published); read from " in (tmp_path / "report.md").read_text()
 
 
 def test_a_speed_up_beyond_tokens_per_call_is_an_error_at_single_prompts(home, tmp_path, capsys, monkeypatch):
