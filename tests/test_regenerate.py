@@ -696,10 +696,11 @@ def test_mistakes_are_one_line(made, tmp_path, capsys, overrides, message):
     assert not list(tmp_path.iterdir())
 
 
-READ = {"path", "format", "columns", "roles", "name", "split", "template_kwargs", "date", "malformed"}
+READ = {"path", "format", "columns", "roles", "name", "split", "revision", "template_kwargs", "date", "malformed"}
 REFUSED_BY_FORMAT = {"assistant_pattern", "mix"}
 UNREAD = {
     "heldout": "held.jsonl",
+    "heldout_revision": "main",
     "supervise": "last",
     "row_tokens": 64,
     "long_documents": "drop",
@@ -771,7 +772,8 @@ def test_a_run_that_goes_on_another_day_renders_the_day_it_began(made, tmp_path,
 
 def test_all_ranks_render_with_the_first_ones_date(made, tmp_path, monkeypatch):
     """This one is the second, on whose node it is tomorrow."""
-    told = iter([None, "2026-07-31", RowLog(tmp_path / "out.jsonl", {})])  # by the first: the lock, and what it finds
+    # By the first: the lock, what was answered before, the data's commits, and what it finds.
+    told = iter([None, {}, {}, "2026-07-31", RowLog(tmp_path / "out.jsonl", {})])
     second = SimpleNamespace(is_main=False, size=2, by_main=lambda work: next(told))
     monkeypatch.setattr(whole_run, "today", lambda: "2026-08-01")
     dates = []
