@@ -51,9 +51,6 @@ class _Stderr(logging.Handler):
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
         try:
             print(f"{prefix}{self.format(record)}", file=sys.stderr, flush=True)
-        except BrokenPipeError:
-            raise
-        except (
-            OSError
-        ):  # a file on a full disk, say, of which this may be the warning; what is said next is tried again
-            pass
+        except OSError as error:  # a file on a full disk, say, of which this may be the warning
+            if isinstance(error, BrokenPipeError):
+                raise

@@ -125,8 +125,8 @@ class SecondRank(World):
         return False
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        if values.dtype == torch.int64:  # supervised slots and the time
-            values += torch.tensor([0, self.first.pop(0)])
+        if values.dtype == torch.int64:  # what begins a step: supervised slots, the time, and who waits or is to stop
+            values += torch.tensor([0, self.first.pop(0), 0, 0])
         return values
 
 
