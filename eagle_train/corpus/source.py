@@ -187,7 +187,7 @@ def idle_keys(data: DataConfig) -> Iterator[tuple[str, Any, str]]:
         if all(_is_of_files(path) for path in paths if path):
             for key in ("name", "split", "revision"):
                 if (value := getattr(source, key)) != getattr(SourceConfig, key):
-                    yield field_of(name, key), value, "files have no configs, splits and revisions"
+                    yield field_of(name, key), value, "files have no configs, splits or revisions"
     if not data.mix and data.weight != SourceConfig.weight:
         yield "data.weight", data.weight, "it is of a data set in data.mix"
     if not data.mix and data.seed != DataConfig.seed and not data.shuffle_window:

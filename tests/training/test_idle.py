@@ -65,8 +65,8 @@ def told(root: Path, *overrides: str) -> list[str]:
         (["train.eval_depth=9"], f"train.eval_depth=9: changes nothing here: {NO_HELDOUT}"),
         (["train.eval_every=7"], f"train.eval_every=7: changes nothing here: {NO_HELDOUT}"),
         (["data.weight=3"], "data.weight=3.0: changes nothing here: it is of a data set in data.mix"),
-        (["data.split=test"], "data.split=test: changes nothing here: files have no configs and no splits"),
-        (["data.name=main"], "data.name=main: changes nothing here: files have no configs and no splits"),
+        (["data.split=test"], "data.split=test: changes nothing here: files have no configs, splits or revisions"),
+        (["data.name=main"], "data.name=main: changes nothing here: files have no configs, splits or revisions"),
         (
             ["data.seed=4", "data.shuffle_window=0"],
             "data.seed=4: changes nothing here: data.shuffle_window=0 keeps the data's order",
@@ -112,7 +112,7 @@ def test_a_data_set_of_a_mix_is_named(root):
     options = ["data.mix.a.split=test", "data.mix.b.split=test", "data.seed=4", "data.shuffle_window=0"]
     given = ["data.path=null", *(f"+{each}" for each in [*mix, *options[:2]]), *options[2:]]
     assert told(root, *given) == [
-        "data.mix.a.split=test: changes nothing here: files have no configs and no splits"
+        "data.mix.a.split=test: changes nothing here: files have no configs, splits or revisions"
     ]  # the seed says whose row is next
 
 
