@@ -67,6 +67,12 @@ def normalised(weights: torch.Tensor) -> torch.Tensor:
     return weights / torch.where(total > 0, total, 1.0)
 
 
+def mass(probs: torch.Tensor) -> torch.Tensor:
+    """The sum of probabilities [..., V], in their dtype [..., 1]: of a row that is alone, several threads add up parts,
+    so that a sum of floats has other bits than in a batch."""
+    return ((probs * _ONE).long().sum(-1, keepdim=True).double() / _ONE).to(probs.dtype)
+
+
 def searched_truncation(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, any_top_k: bool = True
 ) -> torch.Tensor:

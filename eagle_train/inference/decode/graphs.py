@@ -47,13 +47,13 @@ class Kind(NamedTuple):
     all_greedy: bool
     any_top: bool
     any_top_k: bool
-    any_min_p: bool  # rounds with it are not recorded
+    any_min_p: bool
     is_drawn: bool  # drafts are drawn
     is_guided: bool  # some rows have a grammar
 
     @classmethod
     def of(cls, inputs: RoundInputs) -> "Kind":
-        sampling = inputs.sampling
+        sampling = inputs.sampling.prepared
         flags = (sampling.all_greedy, sampling.any_top, sampling.any_top_k, sampling.any_min_p)
         return cls(*flags, inputs.draws is not None, inputs.guidance is not None)
 
@@ -239,6 +239,7 @@ class Graphs:
             seeds: torch.Tensor,  # int64 [rows]
             temperature: torch.Tensor,  # float32 [rows]
             top_k: torch.Tensor,  # int64 [rows]
+            min_p: torch.Tensor,  # float32 [rows]
             top_p: torch.Tensor,  # float32 [rows]
             *more: torch.Tensor,  # undrafted bool [rows], or draws float64 [rows, draws], or none
         ) -> tuple[Pending, torch.Tensor, torch.Tensor | None]:
@@ -251,7 +252,7 @@ class Graphs:
                 prefix=prefix,
                 draft_prefix=draft_prefix,
                 pending=pending,
-                sampling=replace(inputs.sampling, temperature=temperature, top_k=top_k, top_p=top_p),
+                sampling=replace(inputs.sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
                 seeds=seeds,
                 draws=draws[0] if draws else None,
                 guidance=None,
@@ -321,7 +322,7 @@ def _validation_inputs(key: ValidationKey, inputs: RoundInputs, tokens: torch.Te
 def _end_inputs(size: Size, inputs: RoundInputs, undrafted: torch.Tensor | None) -> list[Padded]:
     (rows, _), sampling = size, inputs.sampling
     ones = [Padded(sampling.top_p, (rows,), fill=1)]
-    given = [Padded(x, (rows,)) for x in (inputs.seeds, sampling.temperature, sampling.top_k)]
+    given = [Padded(x, (rows,)) for x in (inputs.seeds, sampling.temperature, sampling.top_k, sampling.min_p)]
     lacking = [] if undrafted is None else [Padded(undrafted, (rows,))]
     draws = [] if inputs.draws is None else [Padded(inputs.draws, (rows, inputs.draws.shape[1]))]
     return [*given, *ones, *lacking, *draws]

@@ -18,6 +18,7 @@ from eagle_train.inference.decode.rounds import RoundInputs
 from eagle_train.inference.decode.sampling import SamplingTensors
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.decode.tree_forms import TreeForm
+from eagle_train.inference.decode.verification import KINDS
 from eagle_train.inference.drafters.drafter import Pending, TreePlan
 from eagle_train.inference.grammar.guided import StopMasks
 from eagle_train.inference.runner import Runner
@@ -91,7 +92,7 @@ def _jobs(runner: Runner, size: Size, plan: TreePlan) -> list[Callable[[], None]
     """The recordings of one size and plan."""
     graphs, greedy = runner.graphs, empty_round(runner, plan)
     assert graphs is not None
-    sampled = [empty_round(runner, plan, *each) for each in ((1.0, 0, 1.0), (1.0, 0, 0.5), (1.0, 1, 0.5))]
+    sampled = [empty_round(runner, plan, 1.0, *each) for each in KINDS]
     jobs: list[Callable[[], None]] = []
     guided = [False] if graphs.masks is None else [False, True]
     if greedy.draft_prefix is not None and runner.drafters.recordable:
@@ -132,6 +133,7 @@ def empty_round(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     rows: int = 1,
     pending: int = 1,
     ragged: bool = True,
@@ -148,7 +150,7 @@ def empty_round(
     prefix, read = (PagedPrefix(length, blocks, longest, ragged=ragged) for length in (counts - 1, counts * 0))
     hidden = torch.zeros(rows, pending, runner.width, dtype=runner.target.dtype, device=device)
     waiting = Pending(zeros.repeat(1, pending), hidden, counts, counts - 1)
-    sampling = SamplingTensors.from_lists([temperature] * rows, [top_k] * rows, [top_p] * rows, device)
+    sampling = SamplingTensors.from_lists([temperature] * rows, [top_k] * rows, [top_p] * rows, device, [min_p] * rows)
     drawn = temperature > 0 and runner.config.drafting != "greedy" and plan.tree.num_nodes > 1
     draws = torch.zeros(rows, plan.num_draws, dtype=torch.float64, device=device) if drawn else None
     drafts = read if runner.drafts(plan, waiting) else None

@@ -18,7 +18,7 @@ from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.tree import Tree
 from eagle_train.ops.cumulative import cumulative_sum
 from eagle_train.ops.transfer import to_device
-from eagle_train.ops.truncation import normalised, truncated_softmax
+from eagle_train.ops.truncation import mass, normalised, truncated_softmax
 
 _HOTTEST = torch.finfo(torch.float32).max  # a greater temperature is infinite in float32, and -inf / inf is NaN
 DRAFT_MODES = ("greedy", "multinomial", "multinomial_without_replacement")
@@ -95,6 +95,12 @@ class SamplingTensors:
             all_greedy=not any(t > 0 for t in temperature),
         )
 
+    @property
+    def prepared(self) -> "SamplingTensors":
+        """The same settings with the flags of a kind that rounds are recorded and compiled for: where min-p is used,
+        the work of all settings is done, which changes no bit of rows without them."""
+        return replace(self, any_top=True, any_top_k=True) if self.any_min_p else self
+
     def rows(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> "SamplingTensors":
         """The settings of the rows that `pick` selects from a tensor [B]."""
         temperature, top_k, top_p, min_p = map(pick, (self.temperature, self.top_k, self.top_p, self.min_p))
@@ -127,7 +133,7 @@ def _without_unlikely(probs: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """probs [B, N, V] without what is less likely than min_p [B] times the most likely token, normalised."""
     min_p = min_p[:, None, None].to(probs.dtype)
     kept = probs * (probs >= min_p * probs.amax(-1, keepdim=True))
-    return torch.where(min_p > 0, normalised(kept), probs)  # other rows have the same bits in any batch
+    return torch.where(min_p > 0, kept / mass(kept), probs)  # other rows have the same bits in any batch
 
 
 def restrict(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:

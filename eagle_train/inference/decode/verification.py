@@ -24,6 +24,10 @@ from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.ops.compiled import compiling
 from eagle_train.ops.torch_private import with_own_sizes
 
+KINDS = ((0, 1.0, 0.0), (0, 0.5, 0.0), (1, 0.5, 0.0), (1, 0.5, 0.5))
+"""top_k, top_p and min_p of a sampled round of each kind that is compiled and recorded: without all three, with top-p,
+with top-k, and with min-p, beside which the others may be."""
+
 
 class Verification:
     """Verifies rounds in which a row has a temperature above 0. `drafting`: as in `EngineConfig`."""
@@ -51,9 +55,10 @@ class Verification:
         numbers, None for greedy drafts; q [R, N, V]: the distribution that each node's children were drawn from, None
         where they were not drawn.
         """
-        # Trees by row, min-p and logits that were adjusted are not compiled for: no request may wait for the compiler.
-        eager = not isinstance(tree, Tree) or sampling.any_min_p or logits.dtype != self._dtype
+        # Trees by row and logits that were adjusted are not compiled for: no request may wait for the compiler.
+        eager = not isinstance(tree, Tree) or logits.dtype != self._dtype
         sampled, drawn = (verify_sampled, verify_drawn) if eager else (self._sampled, self._drawn)
+        sampling = sampling if eager else sampling.prepared
         if q is None or draws is None:  # without both: accept what the target draws itself, correct for any drafts
             return sampled(tree, tokens, logits, sampling, seeds, lengths)
         assert isinstance(tree, Tree)
@@ -63,7 +68,7 @@ class Verification:
         """Use torch.compile from now on. Returns calls that compile for these pairs of rows and plan.
 
         lm_head [V, H]: of which shape, dtype and device are used. For each plan, one graph for one row and one for
-        several (paper section 3.2), each without top-k and top-p, with top-p, and with top-k.
+        several (paper section 3.2), each of all KINDS.
         """
         # In two steps a GPU's reductions over a row are faster alone, but torch 2.11 fails at fusing them.
         self._dtype = lm_head.dtype
@@ -73,18 +78,17 @@ class Verification:
             self._drawn = with_own_sizes(torch.compile(verify_drawn, dynamic=True, options=options))
         shapes = {(min(rows, 2), plan): None for rows, plan in sizes if isinstance(plan.tree, Tree)}
         jobs: list[Callable[[], None]] = [
-            partial(self._prepare, rows, plan, top_k, top_p, lm_head)
-            for rows, plan in shapes
-            for top_k, top_p in ((0, 1.0), (0, 0.5), (1, 0.5))
+            partial(self._prepare, rows, plan, kind, lm_head) for rows, plan in shapes for kind in KINDS
         ]
         torch.compiler.config.recompile_limit += len(jobs)
         return jobs
 
-    def _prepare(self, rows: int, plan: TreePlan, top_k: int, top_p: float, lm_head: torch.Tensor) -> None:
-        """Compile by a call on dummy tensors. `top_k` 0: the graph without top-k; `top_p` 1 besides: without both."""
+    def _prepare(self, rows: int, plan: TreePlan, kind: tuple[int, float, float], lm_head: torch.Tensor) -> None:
+        """Compile by a call on dummy tensors. `kind`: one of KINDS."""
         device, tree = lm_head.device, plan.tree
         assert isinstance(tree, Tree)
-        sampling = SamplingTensors.from_lists([1.0] * rows, [top_k] * rows, [top_p] * rows, device)
+        top_k, top_p, min_p = kind
+        sampling = SamplingTensors.from_lists([1.0] * rows, [top_k] * rows, [top_p] * rows, device, [min_p] * rows)
         tokens = torch.zeros(rows, tree.num_nodes, dtype=torch.long, device=device)
         logits = lm_head.new_zeros(*tokens.shape, len(lm_head))
         seeds, lengths = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(2))

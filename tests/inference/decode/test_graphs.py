@@ -294,8 +294,10 @@ def test_each_kind_of_sampling_is_recorded(drafting):
     options = {"drafting": drafting, "max_batch_size": 2}
     eager, replayed = (Engine(shared_target("llama"), a_draft(), "n8", **options) for _ in range(2))
     graphs = runner_of(recorded(replayed)).graphs
-    for temperature, top_k, top_p in ((0.0, 5, 0.5), (1.0, 0, 1.0), (1.0, 0, 0.8), (1.3, 5, 1.0), (0.8, 9, 0.9)):
-        params = SamplingParams(temperature, top_p, top_k, max_tokens=9, seed=3, ignore_eos=True)
+    each_kind = [(0.0, 5, 0.5, 0.5), (1.0, 0, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.3, 5, 1.0, 0.0), (0.8, 9, 0.9, 0.0)]
+    each_kind += [(1.5, 0, 1.0, 0.1), (1.5, 9, 0.9, 0.1)]
+    for temperature, top_k, top_p, min_p in each_kind:
+        params = SamplingParams(temperature, top_p, top_k, min_p=min_p, max_tokens=9, seed=3, ignore_eos=True)
         wanted = eager.generate(PROMPTS[:2], params)
         before = [each.record.replays for each in (graphs.drafting, graphs.validation, graphs.ends)]
         assert all_of(replayed.generate(PROMPTS[:2], params)) == all_of(wanted)
@@ -303,7 +305,7 @@ def test_each_kind_of_sampling_is_recorded(drafting):
         rounds = max(len(one.rounds) for one in wanted)
         assert [now - then for now, then in zip(after, before, strict=True)] == [rounds] * 3
     kinds = {kind for _, _, kind in graphs.ends.made}
-    assert len(kinds) == 4
+    assert len(kinds) == 5
     assert {kind.is_drawn for kind in kinds if not kind.all_greedy} == {drafting != "greedy"}
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -262,11 +263,10 @@ def test_what_is_prepared_is_all_that_is_compiled(truncated, monkeypatch):
     prepared = counter.frame_count
     for rows in (1, 3, 4):
         tokens, logits, seeds = torch.randint(50, (rows, 7)), torch.randn(rows, 7, 50), torch.arange(rows)
-        for top_k, top_p in ((0, 1.0), (0, 0.9), (5, 1.0), (5, 0.9)):
-            settings = SamplingTensors.from_lists([0.8] * rows, [top_k] * rows, [top_p] * rows, "cpu")
+        for top_k, top_p, min_p in product((0, 5), (1.0, 0.9), (0.0, 0.1)):
+            each = [0.8] * rows, [top_k] * rows, [top_p] * rows, "cpu", [min_p] * rows
+            settings = SamplingTensors.from_lists(*each)
             verification(plan.tree, tokens, logits, settings, seeds, seeds + 3, None, None)
-        with_min_p = SamplingTensors.from_lists([0.8] * rows, [0] * rows, [1.0] * rows, "cpu", [0.1] * rows)
-        verification(plan.tree, tokens, logits, with_min_p, seeds, seeds + 3, None, None)
         adjusted = logits.double()  # logits that requests change may have another dtype
         verification(plan.tree, tokens, adjusted, settings, seeds, seeds + 3, None, None)
         by_row = RowTrees(plan.tree.parent.repeat(rows, 1), torch.ones(rows, 7, dtype=torch.bool), 2)
@@ -341,6 +341,19 @@ def test_min_p_alone_sorts_nothing(monkeypatch):
     ]
     cold = SamplingTensors.from_lists([0.0], [0], [1.0], "cpu", [0.9])
     assert not cold.any_min_p
+
+
+@pytest.mark.parametrize("vocabulary", [5000, 50_000])
+def test_with_min_p_a_row_has_the_same_bits_alone_and_prepared(vocabulary):
+    """Several threads add up parts of a long row that is alone; what is recorded does the work of all settings."""
+    logits = torch.randn(3, 2, vocabulary, generator=torch.Generator().manual_seed(1)) * 4
+    settings = SamplingTensors.from_lists([0.9] * 3, [0] * 3, [1.0] * 3, "cpu", [0.003, 0.0, 0.02])
+    batch = probabilities(logits, settings)
+    assert torch.equal(batch, probabilities(logits, settings.prepared))
+    for row in range(3):
+        for node in range(2):
+            alone = settings.rows(lambda x, row=row: x[row : row + 1])
+            assert torch.equal(probabilities(logits[row : row + 1, node : node + 1], alone)[0, 0], batch[row, node])
 
 
 def test_settings_nobody_uses_change_nothing(truncated):
