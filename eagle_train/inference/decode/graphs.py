@@ -23,7 +23,7 @@ from eagle_train.errors import OptionError, check
 from eagle_train.inference.cache.prefix import BLOCK, SCRATCH, PagedPrefix, Prefix
 from eagle_train.inference.cache.suffix import Suffix
 from eagle_train.inference.decode.rounds import RoundInputs, Validated
-from eagle_train.inference.decode.row_trees import AnyTree, OpenTree, RowTrees
+from eagle_train.inference.decode.row_trees import AnyTree, RowTrees
 from eagle_train.inference.decode.tree_forms import TreeForm
 from eagle_train.inference.drafters.drafter import Choice, Drafted, DraftRound, Pending, TreePlan
 from eagle_train.inference.grammar.guided import NodeMasks, StopMasks
@@ -107,8 +107,7 @@ class Graphs:
             return None
         if None in inputs.seats:
             return None
-        is_guided = _asks_grammars(inputs.plan, inputs.guidance is not None)
-        key = size, inputs.plan, inputs.choice.mode, is_guided
+        key = size, inputs.plan, inputs.choice.mode, inputs.guidance is not None
         return key if key in self.drafting.made else None
 
     def validation_key(self, inputs: RoundInputs, tree: AnyTree) -> ValidationKey | None:
@@ -142,7 +141,7 @@ class Graphs:
         `inputs`: of any round without grammars; its tensors are used once. `is_guided`: for rounds with grammars.
         """
         plan, mode = inputs.plan, inputs.choice.mode
-        key = (size, plan, mode, _asks_grammars(plan, is_guided))
+        key = (size, plan, mode, is_guided)
         masks = self._masks(key, self.drafting) if key[-1] else None
 
         def work(
@@ -232,7 +231,7 @@ class Graphs:
         lengths, blocks, tokens, *tables = validation.inputs
         drafted, to_read = Drafted(tokens), list[torch.Tensor]()
         if drafts:
-            drafting = self.drafting.made[size, plan, inputs.choice.mode, _asks_grammars(plan, is_guided)]
+            drafting = self.drafting.made[size, plan, inputs.choice.mode, is_guided]
             drafted, (_, _, *to_read) = drafting.result, drafting.inputs
 
         def work(
@@ -306,11 +305,6 @@ def _padded_prefix(prefix: Prefix, size: Size) -> tuple[Padded, Padded]:
 def _planned(inputs: RoundInputs) -> TreeForm:
     """The form of the trees of a round that is drafted by a recording."""
     return TreeForm.all_of(inputs.plan.tree)[0]
-
-
-def _asks_grammars(plan: TreePlan, is_guided: bool) -> bool:
-    """Whether drafting reads grammars' masks. Trees that grow by confidence do not."""
-    return is_guided and not isinstance(plan.tree, OpenTree)
 
 
 def _validation_inputs(key: ValidationKey, inputs: RoundInputs, tokens: torch.Tensor, tree: AnyTree) -> list[Padded]:

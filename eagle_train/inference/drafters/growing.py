@@ -30,6 +30,7 @@ from eagle_train.inference.drafters.drafter import (
     pick,
 )
 from eagle_train.inference.drafters.dynamic import grow_dynamic
+from eagle_train.inference.grammar.guided import NodeMasks
 from eagle_train.models.head import LMHead
 from eagle_train.ops.rule import Attend
 
@@ -139,7 +140,7 @@ class Growing(Drafter, Generic[N]):
         """Draft the tree below the root token int64 [A, 1]; `root_states` [A, 1, H]: the model's states there. Returns
         what `propose` does."""
         if isinstance(plan.tree, DynamicTree):
-            return self._grow_dynamic(plan.tree, root_states, root_token, nodes.dynamic())
+            return self._grow_dynamic(plan.tree, root_states, root_token, nodes.dynamic(), choice.guidance)
         tokens, states, q = [root_token], root_states, None  # tokens [A, nodes] of each level
         for depth, level in enumerate(plan.levels):
             if depth > 0:
@@ -155,7 +156,12 @@ class Growing(Drafter, Generic[N]):
         return Drafted(torch.cat(tokens, 1), q, nodes.suffix)
 
     def _grow_dynamic(
-        self, tree: DynamicTree, root_states: torch.Tensor, root_token: torch.Tensor, nodes: Nodes
+        self,
+        tree: DynamicTree,
+        root_states: torch.Tensor,
+        root_token: torch.Tensor,
+        nodes: Nodes,
+        masks: NodeMasks | None,
     ) -> Drafted:
         """As `grow`, of a tree that grows where the draft is confident."""
         places = torch.arange(tree.top_k, device=root_token.device)
@@ -165,12 +171,16 @@ class Growing(Drafter, Generic[N]):
             nodes.ancestors = ancestors
             return self.level_states(tokens, above, level, cast(N, nodes))
 
-        drafted = grow_dynamic(tree, (root_token, root_states), states_at, self.best)
+        drafted = grow_dynamic(tree, (root_token, root_states), states_at, self.best, masks)
         return drafted._replace(suffix=nodes.suffix if tree.max_depth > 1 else None)
 
-    def best(self, states: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` most likely tokens after states [A, T, H], int64 [A, T, count], and their log-probabilities."""
-        found = self.head.lm_head(self.readable(states)).float().log_softmax(-1).topk(count)
+    def best(self, states: torch.Tensor, count: int, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` most likely tokens after states [A, T, H], int64 [A, T, count], and their log-probabilities, of
+        those that are `allowed`, bool [A, T, V]; None: of all."""
+        logits = self.head.lm_head(self.readable(states))
+        if allowed is not None:
+            logits = restrict(logits, self.head.columns(allowed))
+        found = logits.float().log_softmax(-1).topk(count)
         return self.head.tokens(found.indices), found.values
 
     def children(self, states: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -77,6 +77,10 @@ class NodeMasks(Protocol):
     def set_tokens(self, tokens: torch.Tensor) -> None:
         """Give the trees' tokens int64 [A, nodes drafted so far]."""
 
+    def set_nodes(self, tokens: torch.Tensor, parents: torch.Tensor) -> None:
+        """The same of trees that differ by row, with the nodes' parents int64 [A, nodes drafted so far]. Nodes that
+        were given before are the first of these."""
+
     def allowed(self, nodes: list[int]) -> torch.Tensor:
         """bool [A, len(nodes), V]: the tokens allowed after each node."""
 
@@ -293,6 +297,15 @@ class Guidance:
         """Give the trees' tokens int64 [A, nodes drafted so far]. Their copy to the host begins here, so that the
         device can be given further work before `allowed` waits for it."""
         self.tokens = HostCopy(tokens)
+
+    def set_nodes(self, tokens: torch.Tensor, parents: torch.Tensor) -> None:
+        """As `set_tokens`, of trees that differ by row and still grow: with the nodes' parents, int64 like the tokens.
+        Nodes that were given before are the first of these."""
+        self.set_tokens(tokens)
+        self.parents = HostCopy(parents)
+        missing = tokens.shape[1] - self.bits.shape[1]
+        if missing > 0:
+            self.bits = torch.cat((self.bits, self.bits.new_full((len(self.bits), missing, self.bits.shape[2]), -1)), 1)
 
     def set_trees(self, tokens: torch.Tensor, tree: AnyTree) -> None:
         """As `set_tokens`, of trees that may be others than the plan's."""

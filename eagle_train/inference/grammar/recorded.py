@@ -35,6 +35,16 @@ class RecordedMasks:
 
         self._pause(give)
 
+    def set_nodes(self, tokens: torch.Tensor, parents: torch.Tensor) -> None:
+        """The same of trees that differ by row, with the nodes' parents int64 [rows, nodes drafted so far]."""
+
+        def give() -> None:
+            assert self._guidance is not None
+            rows = len(self._guidance.text)
+            self._guidance.set_nodes(tokens[:rows], parents[:rows])
+
+        self._pause(give)
+
     def allowed(self, nodes: list[int]) -> torch.Tensor:
         """bool [rows, len(nodes), V]: the tokens allowed after each node."""
         rows, _, words = self._text.shape

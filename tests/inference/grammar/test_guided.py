@@ -22,6 +22,7 @@ from eagle_train.drafts import Draft, EagleDraft
 from eagle_train.errors import UserError
 from eagle_train.inference import Engine, Requests, SamplingParams
 from eagle_train.inference.cache.prefix import BLOCK
+from eagle_train.inference.decode.row_trees import DynamicTree
 from eagle_train.inference.decode.tree import chain
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.grammar import guided
@@ -260,6 +261,32 @@ def test_proposals_obey(kind, mode, trained):
             assert begins(kind, text)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_that_grow_obey(temperature, trained):
+    """What may follow depends on the node above: each of two, of each row, is followed by letters of its own."""
+    pattern = "(a[0-9]|b[c-h]|[c-h][X-Z]){9}"
+    engine = Engine(target(), trained, DynamicTree(13, 4, 3), max_batch_size=4)
+    for row, prompt in enumerate(PROMPTS):
+        engine.add(prompt, SamplingParams(temperature, max_tokens=9, seed=row, grammar={"regex": pattern}))
+    draft, depths, names = runner_of(engine).draft, set(), engine.target.tokenizer.convert_ids_to_tokens
+
+    def seeing(inputs):
+        drafted = draft(inputs)
+        given = zip(active_in(engine), drafted.tokens.tolist(), drafted.tree.parents.tolist(), strict=True)
+        for sequence, tokens, parents in given:
+            texts = [inside(engine).requests.texts.decode(sequence.generated)]
+            for token, parent in zip(tokens[1:], parents[1:], strict=True):
+                texts.append(texts[parent] + names(token))
+                assert regex.fullmatch(pattern, texts[-1], partial=True)
+            depths.update(len(each) - len(texts[0]) for each in texts)
+        return drafted
+
+    runner_of(engine).draft = seeing
+    while engine.has_unfinished:
+        engine.step()
+    assert depths >= {0, 1, 2, 3}
+
+
 # --- the distribution, against exact enumeration
 
 LETTERS = "abcdefghijklm"
@@ -306,7 +333,7 @@ def joint(model) -> torch.Tensor:
     return mass.sum(0)
 
 
-def p_value(toy, tree: str, drafting: str = "greedy") -> float:
+def p_value(toy, tree: str | DynamicTree, drafting: str = "greedy") -> float:
     """Of the chi-square test on the last three of four tokens; cells with an expected count below 5 are merged."""
     small, draft, probability = toy
     engine = Engine(small, draft, tree, max_batch_size=COUNT, drafting=drafting)
@@ -327,6 +354,10 @@ def p_value(toy, tree: str, drafting: str = "greedy") -> float:
 @pytest.mark.parametrize("drafting", MODES)
 def test_the_distribution_is_the_targets_restricted(toy, drafting, tree):
     assert p_value(toy, tree, drafting) > 1e-3
+
+
+def test_nor_does_a_tree_that_grows_change_it(toy):
+    assert p_value(toy, DynamicTree(7, 3, 2)) > 1e-3
 
 
 @pytest.mark.parametrize("drafting", MODES)
