@@ -261,30 +261,38 @@ def test_proposals_obey(kind, mode, trained):
             assert begins(kind, text)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_that_grow_obey(temperature, trained):
-    """What may follow depends on the node above: each of two, of each row, is followed by letters of its own."""
-    pattern = "(a[0-9]|b[c-h]|[c-h][X-Z]){9}"
-    engine = Engine(target(), trained, DynamicTree(13, 4, 3), max_batch_size=4)
+def grown(pattern: str, temperature: float, draft: Draft) -> list[list[tuple[int, bool]]]:
+    """By round and row, each node's depth, and whether the text down to it may begin an answer."""
+    engine = Engine(target(), draft, DynamicTree(13, 4, 3), max_batch_size=4)
     for row, prompt in enumerate(PROMPTS):
         engine.add(prompt, SamplingParams(temperature, max_tokens=9, seed=row, grammar={"regex": pattern}))
-    draft, depths, names = runner_of(engine).draft, set(), engine.target.tokenizer.convert_ids_to_tokens
+    propose, found, names = runner_of(engine).draft, [], engine.target.tokenizer.convert_ids_to_tokens
 
     def seeing(inputs):
-        drafted = draft(inputs)
+        drafted = propose(inputs)
         given = zip(active_in(engine), drafted.tokens.tolist(), drafted.tree.parents.tolist(), strict=True)
         for sequence, tokens, parents in given:
             texts = [inside(engine).requests.texts.decode(sequence.generated)]
             for token, parent in zip(tokens[1:], parents[1:], strict=True):
                 texts.append(texts[parent] + names(token))
-                assert regex.fullmatch(pattern, texts[-1], partial=True)
-            depths.update(len(each) - len(texts[0]) for each in texts)
+            right = [regex.fullmatch(pattern, text, partial=True) is not None for text in texts]
+            found.append([(len(text) - len(texts[0]), is_right) for text, is_right in zip(texts, right, strict=True)])
         return drafted
 
     runner_of(engine).draft = seeing
     while engine.has_unfinished:
         engine.step()
-    assert depths >= {0, 1, 2, 3}
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_that_grow_obey(temperature, trained):
+    """What may follow depends on the node above. Where a path has one way to go on, it is as likely as its beginning."""
+    trees = grown("(a[0-9]|b[c-h]|[c-h][X-Z]){9}", temperature, trained)
+    assert all(is_right for tree in trees for _, is_right in tree)
+    assert {depth for tree in trees for depth, _ in tree} >= {0, 1, 2, 3}
+    for tree in grown("(a0Z1|b9Y8|c5X4){9}", temperature, trained):
+        assert (4, True) in tree
 
 
 # --- the distribution, against exact enumeration
