@@ -287,7 +287,7 @@ def grown(pattern: str, temperature: float, draft: Draft) -> list[list[tuple[int
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_trees_that_grow_obey(temperature, trained):
-    """What may follow depends on the node above. Where a path has one way to go on, it is as likely as its beginning."""
+    """What may follow depends on the node above. A path with one way to go on is as likely as its beginning."""
     trees = grown("(a[0-9]|b[c-h]|[c-h][X-Z]){9}", temperature, trained)
     assert all(is_right for tree in trees for _, is_right in tree)
     assert {depth for tree in trees for depth, _ in tree} >= {0, 1, 2, 3}
