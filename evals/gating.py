@@ -2,7 +2,7 @@
 
 Loads: drafts that are never accepted, that are good, and that are good for every second request, which is simulated,
 so that outputs mean nothing, and every round is computed; and the drafter's own acceptance, which is all there is of a
-drafter that may propose fewer drafts than the tree has. All choices answer the same batches, in turns of a few rounds.
+drafter that may propose fewer drafts than the tree has. All choices answer the same batches, in turns of some rounds.
 Paper section 3.4, DESIGN section 3.5.
 
     python -m evals.gating draft=DIR batch_sizes=[1,8] out=DIR
@@ -129,7 +129,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         "where the one above was; of others never. As accepted: nothing is simulated. "
         f"Medians of {config['repeats']} batches of {config['per_row']} requests for each row, which take the places "
         f"of those that end, after {config['settle']} more batches; answers of up to {config['max_tokens']} tokens, "
-        "reading prompts included; the engines take turns of a few rounds. `gate / best`: with engine.gate, against "
+        "reading prompts included; the engines take turns of some rounds. `gate / best`: with engine.gate, against "
         "the faster of no drafts and its own tree; `auto / best`: tree=auto against the fastest of all fixed ones."
     )
     left = [f"Rows still to come: {found['left']}."] if found["left"] else []

@@ -1,6 +1,6 @@
 """Engines that choose whether to draft, and engines that do not, on the same requests: tokens a second of each.
 
-They take turns of a few rounds, so that other load on the machine affects all alike: it comes and goes within seconds.
+They take turns of some rounds, so that other load on the machine affects all alike: it comes and goes within seconds.
 Where acceptance is simulated, outputs mean nothing, and every round is computed. Knows nothing of reports.
 """
 
@@ -25,7 +25,8 @@ LOADS = {"noise": 0, "half": 2, "good": 1, OWN: 1}
 """Each load's name, and of how many requests one has good drafts; 0: none has. With OWN acceptance is the draft's."""
 PLAIN = "plain"
 DEPTH = 7  # of the longest chain of tree=auto
-ROUNDS = 8  # plain ones, as whose tokens an engine's turn has
+ROUNDS = 32  # plain ones, as whose tokens an engine's turn has: the first behind another engine's finds the processor's
+# caches cold, and those that accept much have few in a turn
 _GOLDEN = (5**0.5 - 1) / 2  # multiples of it fill the numbers from 0 to 1 evenly, however many there are
 
 

@@ -55,11 +55,13 @@ def test_engines_take_turns_of_some_rounds(monkeypatch):
 
     monkeypatch.setattr(Engine, "step", step)
     monkeypatch.setattr("evals.bench.choosing.time.perf_counter", lambda: now[0])
-    found = raced(engines, [TimedRequest(None, [1, 2], SamplingParams(max_tokens=41, ignore_eos=True, seed=1))])
+    found = raced(engines, [TimedRequest(None, [1, 2], SamplingParams(max_tokens=101, ignore_eos=True, seed=1))])
     # The first step prefills, and samples a token; then a round has four with drafts.
-    assert stepped[:14] == [*["plain"] * ROUNDS, *["chain3"] * 3, *["plain"] * 3]
-    assert (stepped.count("plain"), stepped.count("chain3")) == (41, 11)
-    assert found == {"plain": 41 / (41 * 2.0), "chain3": 41 / (11 * 5.0)}
+    assert ROUNDS % 4 == 0
+    drafted = ROUNDS // 4 + 1
+    assert stepped[: ROUNDS + drafted + 3] == [*["plain"] * ROUNDS, *["chain3"] * drafted, *["plain"] * 3]
+    assert (stepped.count("plain"), stepped.count("chain3")) == (101, 26)
+    assert found == {"plain": 101 / (101 * 2.0), "chain3": 101 / (26 * 5.0)}
 
 
 class Config:
