@@ -19,6 +19,7 @@ from eagle_train.inference.lookup import datastore_writer
 from eagle_train.inference.lookup.datastore import Datastore
 from eagle_train.inference.lookup.suffix_array import SEPARATOR
 from eagle_train.models.loading import TargetConfig, load_tokenizer
+from eagle_train.retrieval import build
 from eagle_train.retrieval import size as sizes
 from tests.support.command_line import call, chats, save_target, write_jsonl
 
@@ -139,6 +140,25 @@ def test_each_row_is_read_once_wherever_a_build_stops(made, tmp_path, whole, mon
         monkeypatch.setattr(datastore_writer, "sorted_suffixes", sort)
         assert run(made, tmp_path / f"{stop}", *of_both(made)) == 0
         assert contents(tmp_path / f"{stop}") == whole
+
+
+def test_data_of_the_hub_stay_at_the_commit_that_a_build_began_with(made, tmp_path, monkeypatch):
+    commits, sort = [], datastore_writer.sorted_suffixes
+
+    def pinned(data, known):
+        commits.append("aaa" if known is None else known("data.revision"))
+        data.revision = commits[-1]
+
+    def stopped(tokens):
+        monkeypatch.setattr(datastore_writer, "sorted_suffixes", lambda _: signal.raise_signal(signal.SIGINT))
+        return sort(tokens)
+
+    monkeypatch.setattr(build, "pin", pinned)
+    monkeypatch.setattr(datastore_writer, "sorted_suffixes", stopped)
+    assert run(made, tmp_path / "index", "shard_tokens=250") == 130
+    monkeypatch.setattr(datastore_writer, "sorted_suffixes", sort)
+    assert run(made, tmp_path / "index", "shard_tokens=250") == 0
+    assert commits == ["aaa", "aaa"]
 
 
 def test_worker_processes_build_the_same(made, tmp_path, whole):

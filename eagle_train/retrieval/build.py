@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle_train.corpus.feed import Feed, MalformedRow
 from eagle_train.corpus.preview import check_data
-from eagle_train.corpus.source import check_found, field_of
+from eagle_train.corpus.source import check_found, field_of, pin
 from eagle_train.distributed import ALONE
 from eagle_train.errors import check
 from eagle_train.inference.lookup.datastore_format import by_id, digest_of
@@ -26,7 +26,7 @@ from eagle_train.training.assembly import renderer_of, today
 
 _LOG = logging.getLogger(__name__)
 _REPORTED = 10  # malformed rows that are reported
-_OF_A_SOURCE = ("path", "format", "columns", "roles", "assistant_pattern", "name", "split")
+_OF_A_SOURCE = ("path", "format", "columns", "roles", "assistant_pattern", "name", "split", "revision")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def _built(config: DatastoreConfig, out: Path) -> Built:
     check(not out.exists(), f"out={out}: exists; give another directory, or remove it")
     check_found(data)
     earlier = made_of_earlier(out) or {}
+    pin(data, earlier.get if earlier else None)
     data.date = data.date or earlier.get("data.date") or today()
     renderer = renderer_of(config.target, data, load_config(config.target))
     for note in check_data(data, renderer):
