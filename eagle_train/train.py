@@ -3,7 +3,7 @@
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from eagle_train import distributed
 from eagle_train.cli import command
 from eagle_train.corpus.preview import preview
 from eagle_train.corpus.source import DataConfig, check_found
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import TargetConfig, load_config
 from eagle_train.one_writer import one_writer
@@ -25,7 +25,7 @@ from eagle_train.training.assembly import assemble, renderer_of
 from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.cost.measured import step_plan
 from eagle_train.training.cost.report import cost_report
-from eagle_train.training.metrics import MetricsLog, NoTracker, Record
+from eagle_train.training.metrics import MetricsLog, NoTracker, Record, Tracker
 from eagle_train.training.step_profile import StepProfile, check_long_enough
 from eagle_train.training.trainer import Interrupted, Trainer
 
@@ -84,12 +84,13 @@ def job(config: DictConfig) -> int:
     parallel = build(ParallelConfig, config.parallel, "parallel")
     minutes, group = parallel.timeout_minutes, parallel.needs_group
     world = distributed.start(resolve_device(config.device), timeout_minutes=minutes, group=group)
-    out = Path(str(config.out))
+    out, trackers = Path(str(config.out)), list[Tracker]()
     try:
         with one_writer(out, out / ".lock", world) as hold:
+            world.by_main(lambda: trackers.append(_tracker(config)))  # mistakes are told before the target is loaded
             trainer = assemble(config, parallel, world)
             trainer.store.taken_by = hold.other
-            _run(config, trainer, stop)
+            _run(config, trainer, stop, *trackers)
     except Interrupted as interrupted:
         if world.is_main:
             _LOG.info("%s", interrupted)
@@ -100,22 +101,22 @@ def job(config: DictConfig) -> int:
     return 0
 
 
-def _run(config: DictConfig, trainer: Trainer, stop: _StopSignal) -> None:
-    """Train on one rank, with the log, the progress and the summary on the main one."""
+def _run(config: DictConfig, trainer: Trainer, stop: _StopSignal, tracker: Tracker | None = None) -> None:
+    """Train on one rank, with the log, the progress and the summary on the main one, which alone has a `tracker`."""
     if trainer.config.resume:
         trainer.resume()
     trainer.stop_asked = lambda: stop.asked
-    if not trainer.world.is_main:
+    if tracker is None:
         trainer.train(NoTracker(trainer.directory, {}))
         return
     print(trainer, flush=True)
     is_complete = trainer.budget.is_over(trainer.state.step)  # then nothing is logged, and no W&B run begun
-    log = NoTracker(trainer.directory, {}) if is_complete else _open_log(config, trainer)
+    log = NoTracker(trainer.directory, {}) if is_complete else _open_log(config, trainer, tracker)
     profile = _profiling(config, trainer) if config.profile else None
     try:
         heldout = trainer.train(log)
-    except Interrupted:
-        log.close()
+    except (Interrupted, UserError) as error:
+        log.close(failed=isinstance(error, UserError))
         raise
     log.close()
     if profile is not None:
@@ -131,14 +132,23 @@ def _profiling(config: DictConfig, trainer: Trainer) -> StepProfile:
     return profile
 
 
-def _open_log(config: DictConfig, trainer: Trainer) -> MetricsLog:
+def _tracker(config: DictConfig) -> Tracker:
+    """As configured, not yet started. Raises UserError for options that cannot be."""
+    make: Callable[..., Tracker] = hydra.utils.instantiate(config.tracking)
+    return make(directory=Path(str(config.out)), config=_composed(config))
+
+
+def _composed(config: DictConfig) -> Any:
+    """The whole config as values, without its secrets."""
+    return redact(OmegaConf.to_container(config, resolve=True))
+
+
+def _open_log(config: DictConfig, trainer: Trainer, tracker: Tracker) -> MetricsLog:
     """Write the run's composed config, and open its metrics in its directory and at the tracker.
 
     With train.resume=true a run that was stopped before its first checkpoint counts as the same run.
     """
-    composed = redact(OmegaConf.to_container(config, resolve=True))
-    write_text(trainer.directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(composed)))
-    tracker = hydra.utils.instantiate(config.tracking)(directory=trainer.directory, config=composed)
+    write_text(trainer.directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(_composed(config))))
     return MetricsLog(trainer.directory, tracker, trainer.state.step if trainer.config.resume else None)
 
 

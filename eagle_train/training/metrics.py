@@ -59,7 +59,7 @@ class Meter:
 class Tracker(Protocol):
     """Where records go besides `metrics.jsonl`: `instantiate(config.tracking)(directory=..., config=...)`.
 
-    `show` is given a whole page of HTML, by evals.report alone.
+    `show` is given a whole page of HTML, by evals.report alone. `close`: `failed` where an error ended the run.
     """
 
     def start(self, resumed: bool) -> None: ...
@@ -68,7 +68,7 @@ class Tracker(Protocol):
 
     def show(self, name: str, page: str) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, failed: bool = False) -> None: ...
 
 
 class NoTracker:
@@ -86,7 +86,7 @@ class NoTracker:
     def show(self, name: str, page: str) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         pass
 
 
@@ -150,8 +150,8 @@ class WandbTracker:
         """A page of HTML, under this name."""
         self.run.log({name: self.wandb.Html(page, inject=False)})
 
-    def close(self) -> None:
-        self.run.finish()
+    def close(self, failed: bool = False) -> None:
+        self.run.finish(exit_code=int(failed))
 
 
 def _in_netrc(base_url: str) -> bool:
@@ -197,14 +197,15 @@ class MetricsLog:
         self._write(step)
         self._track(lambda: self._tracker.log(step, record))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """`failed`: an error ended the run."""
         if self._unwritten:
             self._write(None)
         try:
             self._file.close()
         except OSError as error:  # network file systems may refuse only here what they took before
             _LOG.warning("%s: the last records may be missing: %s", self.path, one_line(error))
-        self._track(self._tracker.close)
+        self._track(lambda: self._tracker.close(failed))
 
     def _write(self, step: int | None) -> None:
         """Write what is not written yet; what the disk refuses stays for the next time. `step`: None at the end."""

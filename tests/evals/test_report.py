@@ -540,8 +540,8 @@ def test_the_tracker_is_given_the_figures_and_the_page(tmp_path, monkeypatch):
         def show(self, name, page):
             kept["page"] = page
 
-        def close(self):
-            kept["closed"] = True
+        def close(self, failed=False):
+            kept["closed"] = not failed
 
     monkeypatch.setattr("eagle_train.training.metrics.NoTracker", Kept)
     assert call(report.main, f"results=[{PUBLISHED}/compare.json]", f"out={tmp_path}") == 0

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,17 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from eagle_train import train
+from eagle_train.distributed import CommonError
 from eagle_train.errors import UserError
 from eagle_train.results import count_in_words, in_words, redact, time_in_words
 from eagle_train.settings import CONF_DIR
 from eagle_train.terminal import log_to_stderr
+from eagle_train.train import INTERRUPTED
 from eagle_train.training import metrics
 from eagle_train.training.metrics import Meter, MetricsLog, NoTracker, WandbTracker
+from eagle_train.training.trainer import Interrupted, Trainer
+from tests.support.command_line import call, chats, save_target, train_arguments, write_jsonl
 from tests.support.processes import run
 
 HF_KEY = "hf_" + "aB3" * 10
@@ -38,8 +44,8 @@ class Recorder(NoTracker):
     def log(self, step, record):
         self.calls.append((step, record))
 
-    def close(self):
-        self.calls.append("close")
+    def close(self, failed=False):
+        self.calls.append("failed" if failed else "close")
 
 
 def lines(directory: Path) -> list[dict]:
@@ -167,8 +173,8 @@ def test_a_tracker_that_dies_is_told_of_once_and_left(tmp_path, capsys, dies_at)
             if step == dies_at:
                 raise ConnectionResetError("Connection lost")
 
-        def close(self):
-            super().close()
+        def close(self, failed=False):
+            super().close(failed)
             raise ConnectionResetError("Connection lost")
 
     tracker = Dies()
@@ -331,6 +337,40 @@ def test_steps_that_wandb_has_are_not_sent_again(tmp_path, no_key):
     for step in (4, 5, 6):
         tracker.log(step, {"loss": step})
     assert tracker.run.sent == [(5, {"loss": 5}), (6, {"loss": 6})]
+
+
+def test_a_trackers_mistakes_are_told_before_the_target_is_loaded(tmp_path, no_key, capsys):
+    (tmp_path / "train.jsonl").touch()
+    given = train_arguments(tmp_path, f"out={tmp_path}/run", "tracking=wandb", "tracking.mode=sometimes")
+    assert call(train.main, *given, f"target={tmp_path}/nowhere") == 2
+    assert "error: tracking.mode=sometimes: give one of" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_wandb_is_told_whether_a_run_failed(tmp_path, no_key, failed):
+    tracker, told = WandbTracker(tmp_path, {}, mode="disabled"), []
+    tracker.run = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
+    tracker.close(failed)
+    assert told == [int(failed)]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "failed"),
+    [(CommonError("the data ended"), 2, True), (Interrupted("told to stop"), INTERRUPTED, False)],
+)
+def test_the_log_of_a_run_that_ends_early_is_closed(tmp_path, monkeypatch, error, status, failed):
+    def ends(self, log):
+        raise error
+
+    save_target(tmp_path / "target")
+    for name in ("train", "heldout"):
+        write_jsonl(tmp_path / f"{name}.jsonl", chats(8))
+    closed = []
+    monkeypatch.setattr(NoTracker, "close", lambda self, failed=False: closed.append(failed))
+    monkeypatch.setattr(Trainer, "train", ends)
+    assert call(train.main, *train_arguments(tmp_path, f"out={tmp_path}/run")) == status
+    assert closed == [failed]
 
 
 @pytest.mark.parametrize(("named", "expected"), [(None, metrics._FINISH_TIMEOUT), ("7", 7)])

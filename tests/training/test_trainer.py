@@ -33,6 +33,7 @@ from eagle_train.training.backend import ParallelConfig
 from eagle_train.training.budget import Budget
 from eagle_train.training.checkpoint.format import checkpoints, score_of, step_of
 from eagle_train.training.evaluate import most_likely
+from eagle_train.training.metrics import NoTracker
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.target_pass import target_states
 from eagle_train.training.train_config import TrainConfig, accumulation
@@ -485,7 +486,7 @@ def test_a_finished_run_that_is_started_again_logs_nothing(tmp_path, data, monke
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     monkeypatch.setattr(train, "_open_log", lambda *_: pytest.fail("a log is opened"))
     finished = make_trainer(tmp_path, data, steps=2, resume=True)
-    train._run(OmegaConf.create({"profile": False}), finished, lambda: False)
+    train._run(OmegaConf.create({"profile": False}), finished, lambda: False, NoTracker(tmp_path, {}))
     assert "the run is complete, 2 of 2 steps" in capsys.readouterr().out
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
