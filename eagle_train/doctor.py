@@ -10,6 +10,7 @@ The exit status is 0 for a healthy draft, 1 where a problem was found, and 2 for
 nothing was found but vLLM failed: then the other checks are reported first.
 """
 
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,7 @@ from eagle_train.corpus.source import check_found, tell_bundled
 from eagle_train.diagnosis import DoctorConfig, examine
 from eagle_train.diagnosis.report import summary, write_diagnosis
 from eagle_train.errors import UserError
+from eagle_train.one_writer import beside, one_writer
 from eagle_train.results import prepared
 from eagle_train.settings import build
 
@@ -35,10 +37,12 @@ def job(values: DictConfig) -> int:
     config = build(DoctorConfig, values, "")
     check_found(config.data)
     tell_bundled(config.data.path or "", config.target.path, "data.path")
-    out = prepared(config.out)
-    found = examine(config)
-    given: Any = OmegaConf.to_container(values, resolve=True)
-    write_diagnosis(out, found, given)
+    out = Path(config.out)
+    with one_writer(out, beside(out)):
+        prepared(config.out)
+        found = examine(config)
+        given: Any = OmegaConf.to_container(values, resolve=True)
+        write_diagnosis(out, found, given)
     print(summary(found), f"written to {out}: report.md, results.json", sep="\n")
     if found.failed is not None and not found.findings:  # what was found may be why
         raise UserError(found.failed)

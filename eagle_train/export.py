@@ -26,11 +26,13 @@ from eagle_train.artifacts.format import (
 from eagle_train.artifacts.hub import push
 from eagle_train.cli import command
 from eagle_train.corpus.source import DataConfig, check_found
+from eagle_train.distributed import World
 from eagle_train.errors import UserError
 from eagle_train.hardware import resolve_device
 from eagle_train.inference.requests.readable import texts
 from eagle_train.models.loading import load_target
 from eagle_train.models.target import Target
+from eagle_train.one_writer import beside, one_writer
 from eagle_train.settings import build
 from eagle_train.training.assembly import today
 from eagle_train.training.trained_draft import draft_directory, trained_draft
@@ -47,7 +49,7 @@ def job(values: DictConfig) -> int:
     """One rank's part; returns its exit status. All ranks of a divided target calibrate, the first alone writes."""
     config = build(ExportConfig, values, "")
     check_replaceable(Path(config.out))
-    data, target = None, None
+    data = None
     if config.rounding != "nearest":
         data = build(DataConfig, config.data, "data")
         check_found(data)
@@ -62,6 +64,16 @@ def job(values: DictConfig) -> int:
     world = distributed.start(resolve_device(config.device), shard_size=None)
     if data is not None:
         data.date = world.agreed(data.date or today())  # else each rank renders by its own clock
+    with one_writer(Path(config.out), beside(Path(config.out)), world):
+        _export(config, path, source, data, world)
+    if config.push_to and world.is_main:
+        print(f"pushed to {push(Path(config.out), config.push_to, config.push_private)}")
+    return 0
+
+
+def _export(config: ExportConfig, path: Path, source: Source | None, data: DataConfig | None, world: World) -> None:
+    """Write the artifact of the draft in the directory `path`. `source`: None for a draft that others trained."""
+    target = None
     if config.target is not None:
         reads, placement = None if data is None else texts, "tensor" if world.size > 1 else "replicated"
         target = load_target(config.target, resolve_device(config.device), placement, world, reads)
@@ -71,9 +83,6 @@ def job(values: DictConfig) -> int:
     told = convert(source, config, target, data, writes=world.is_main)
     if told:
         print(*told, sep="\n")
-    if config.push_to and world.is_main:
-        print(f"pushed to {push(Path(config.out), config.push_to, config.push_private)}")
-    return 0
 
 
 def _own(path: Path) -> Source | None:

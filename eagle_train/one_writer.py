@@ -36,7 +36,8 @@ class Hold:
 
 def beside(out: Path) -> Path:
     """The lock of what appears at `out` whole, or is a file."""
-    return out.with_name(f".{out.name}.lock")
+    out = out.absolute()  # of "." too
+    return out.parent / f".{out.name}.lock"
 
 
 @contextmanager

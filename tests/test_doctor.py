@@ -13,6 +13,7 @@ from eagle_train.diagnosis import DoctorConfig
 from eagle_train.diagnosis.causes import CAUSES, Finding, NotChecked, in_order
 from eagle_train.diagnosis.report import report, summary
 from eagle_train.diagnosis.run import Diagnosis
+from eagle_train.one_writer import beside, one_writer
 from eagle_train.settings import build
 from evals import report as evals_report
 from tests.support.command_line import call
@@ -42,6 +43,14 @@ def test_a_healthy_draft_ends_with_status_0(tmp_path, capsys):
     assert {"after_every_token", "config", "provenance", "changes", "acceptance_per_depth", "rounds"} <= found.keys()
     assert "${" not in json.dumps(found["config"])  # what names another key is its value
     assert (tmp_path / "out" / "report.md").read_text().startswith("# Healthy")
+
+
+def test_a_second_doctor_of_one_place_is_refused(tmp_path, capsys):
+    out = tmp_path / "out"
+    with one_writer(out, beside(out)):
+        assert run(out, f"draft={PLACE}/eagle3") == 2
+    assert f"error: out={out}: process " in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_every_preset_of_data_is_taken():

@@ -28,6 +28,7 @@ from eagle_train.errors import UserError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.models.draft_quantisation import Quant, quant_of, quantise_draft
 from eagle_train.models.loading import TargetConfig, load_target
+from eagle_train.one_writer import beside, one_writer
 from eagle_train.ops.weight_codes import dequantise
 from tests.support.command_line import call, chats, save_target, write_jsonl
 from tests.support.serving_engines import read, replay
@@ -80,6 +81,14 @@ def refusal(capsys, *arguments: str) -> str:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_a_second_export_to_one_place_is_refused(home, tmp_path, capsys):
+    out = tmp_path / "out"
+    with one_writer(out, beside(out)):
+        assert f"out={out}: process " in refusal(capsys, f"checkpoint={home}/eagle1", f"out={out}")
+    exported(home, out)
+    assert list(tmp_path.iterdir()) == [out]
 
 
 # --- what engines load

@@ -6,16 +6,20 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
-from eagle_train import cache, datastore, regenerate, train
+from eagle_train import cache, datastore, distributed, regenerate, train
 from eagle_train import one_writer as one_writer_module
 from eagle_train.errors import UserError
-from eagle_train.one_writer import one_writer
+from eagle_train.one_writer import beside, one_writer
+from eagle_train.settings import CONF_DIR
 from eagle_train.training.checkpoint.store import CheckpointStore
+from evals import ceilings, experiments, mt_bench, report
+from evals.bench import evaluation
 from tests.support.command_line import call
 
 HOLDS = "import sys; from pathlib import Path; from eagle_train.one_writer import one_writer\n"
@@ -75,9 +79,11 @@ def test_a_file_system_without_locks_is_told_and_the_holder_sees_who_came(tmp_pa
 
 
 def test_a_run_asks_before_its_checkpoints_whether_another_has_come(tmp_path, monkeypatch):
-    config, store = OmegaConf.create({"out": str(tmp_path), "parallel": {}, "device": "cpu"}), CheckpointStore(tmp_path)
+    config = OmegaConf.load(CONF_DIR / "tracking" / "none.yaml")
+    config = OmegaConf.create({"out": str(tmp_path), "parallel": {}, "device": "cpu", "tracking": config})
+    store = CheckpointStore(tmp_path)
 
-    def run(_: object, trainer: SimpleNamespace, __: object) -> None:
+    def run(_: object, trainer: SimpleNamespace, *__: object) -> None:
         assert trainer.store.taken_by() is None
         (tmp_path / ".lock").write_text("process 7 on another\n12 abc")
         assert trainer.store.taken_by() == "process 7 on another"
@@ -113,3 +119,36 @@ def test_a_second_run_in_one_place_is_refused_and_touches_nothing(tmp_path, caps
         assert call(main, "data=messages", f"data.path={rows}", f"out={out}", *more) == 2
         assert sorted(tmp_path.rglob("*")) == before
     assert f"error: out={out}: process " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "out"),
+    [(mt_bench.main, "one"), (experiments.main, "one"), (ceilings.main, "one.json"), (report.main, "one")],
+)
+def test_so_is_a_second_evaluation(tmp_path, capsys, main, out):
+    """Of all ranks the first one's process writes."""
+    out = tmp_path / out
+    with one_writer(out, tmp_path / f".{out.name}.lock"):
+        before = sorted(tmp_path.rglob("*"))
+        assert call(main, f"out={out}") == 2
+        assert sorted(tmp_path.rglob("*")) == before
+    assert f"error: out={out}: process " in capsys.readouterr().err
+
+
+def test_what_writes_nothing_or_to_a_stream_needs_no_lock(tmp_path, monkeypatch):
+    config = OmegaConf.create({"out": str(tmp_path / "one"), "plan": False})
+    with one_writer(tmp_path / "one", beside(tmp_path / "one")):
+        with pytest.raises(UserError), evaluation._writing(config):
+            pass
+        for changes in ({"plan": True}, {"out": ""}, {"out": "/dev/null"}):
+            with evaluation._writing(OmegaConf.merge(config, changes)):
+                pass
+        monkeypatch.setattr(distributed, "place", lambda: (1, 2))
+        with evaluation._writing(config):
+            pass
+
+
+def test_a_lock_beside_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert beside(Path()) == tmp_path.parent / f".{tmp_path.name}.lock"
+    assert beside(Path("/")).parent == Path("/")

@@ -1,13 +1,15 @@
 """An evaluation as a command: one process, or the ranks that torchrun starts, which hold the target together.
 
-Every rank does the same work on its part of the target; the first alone writes results and prints them. Knows nothing
-of what is measured.
+Every rank does the same work on its part of the target; the first alone writes results and prints them, into a place
+that no other evaluation writes to meanwhile. Knows nothing of what is measured.
 """
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -15,7 +17,8 @@ from omegaconf import DictConfig
 from eagle_train import distributed
 from eagle_train.cli import command
 from eagle_train.errors import within
-from eagle_train.results import provenance
+from eagle_train.one_writer import beside, one_writer
+from eagle_train.results import is_stream, provenance
 
 Task = Callable[[DictConfig], None]
 _RUNNING: ContextVar[str | None] = ContextVar("running", default=None)
@@ -54,7 +57,8 @@ def evaluation_alone(name: str) -> Callable[[Task], Callable[[], None]]:
         def main(values: DictConfig) -> None:
             distributed.check_alone(f"evals.{name}")
             _RUNNING.set(name)
-            task(values)
+            with _writing(values):
+                task(values)
 
         return main
 
@@ -64,5 +68,14 @@ def evaluation_alone(name: str) -> Callable[[Task], Callable[[], None]]:
 @within("engine")
 def _job(task: Task, values: DictConfig) -> int:
     """One rank's part; returns its exit status."""
-    task(values)
+    with _writing(values):
+        task(values)
     return 0
+
+
+def _writing(values: DictConfig) -> AbstractContextManager[object]:
+    """For as long as results are made: the first rank alone writes to `out`. Raises UserError there where another
+    process does."""
+    out, is_main = Path(str(values.out)), distributed.place()[0] == 0
+    is_written = values.out and is_main and not values.get("plan") and not is_stream(out)
+    return one_writer(out, beside(out)) if is_written else nullcontext()
