@@ -22,7 +22,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run on the CPU; asked when torch's compiler imports it
 
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.debugging import aot_eager, eager
 from torch.fx import GraphModule
 
 from eagle_train.terminal import log_to_stderr
@@ -114,11 +114,22 @@ def noisy(monkeypatch):
 @pytest.fixture
 def graphs(monkeypatch) -> list[GraphModule]:
     """Those that torch.compile has made so far: as ever, but for the C++."""
+    return noted(aot_eager, monkeypatch)
+
+
+@pytest.fixture
+def traced(monkeypatch) -> list[GraphModule]:
+    """The same, run as they were traced, in two thirds of the time: where it matters how many there are, and when."""
+    return noted(eager, monkeypatch)
+
+
+def noted(backend: Callable, monkeypatch: pytest.MonkeyPatch) -> list[GraphModule]:
+    """The graphs that torch.compile makes by a backend from now on."""
     made, compiled = [], torch.compile
 
-    def backend(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable:
+    def noting(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable:
         made.append(graph)
-        return aot_eager(graph, inputs)
+        return backend(graph, inputs)
 
-    monkeypatch.setattr(torch, "compile", lambda *given, **options: compiled(*given, **options, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda *given, **options: compiled(*given, **options, backend=noting))
     return made
