@@ -7,7 +7,7 @@ Which way is taken; the first line that fits. "CUDA" is what ops/flash.py serves
 
     what                          where  rule                           way
     packed documents, prompts     CUDA   no softcap                     one flash kernel over all documents, cut where
-                                                                        a chunk ends and behind a skipped first
+                                                                        a chunk ends and behind skipped first slots
     packed documents, prompts     any    no softcap, sinks, window      torch's kernel or products, by document or chunk
     packed documents, prompts     any    any                            ops/documents.py, by document or chunk
     committed slots, few queries  CUDA   any                            through the block table (ops/paged.py)
@@ -49,9 +49,11 @@ def partial_attention(
     `mask` is None or `additive_mask` (0 where a key is seen, -inf where not), [B or 1, 1, T or 1, S]. Returns [B,Q,T,D]
     and [B,Q,T]; a query that sees no key has output 0 and log-sum-exp -inf. Fast where the CPU's flash kernel serves.
     """
-    # The kernel reports 0, not -inf, for a query without keys, so a local rule's masks go the plain way. `skip_first`
-    # leaves every query its own key, and a tree's more than one of the prefix.
-    if q.device.type == "cpu" and rule.softcap is None and not rule.is_local and not is_plain("attention"):
+    # The kernel reports 0, not -inf, for a query without keys, so a local rule's masks go the plain way, and those that
+    # skip several positions. Where the first alone is skipped, a query has its own key, a tree's more than one of the
+    # prefix.
+    sees_some = not rule.is_local and rule.skip_first <= 1
+    if q.device.type == "cpu" and rule.softcap is None and sees_some and not is_plain("attention"):
         return flash_partial(q, k, v, mask, rule)
     return plain_partial(q, k, v, mask, rule)
 
@@ -111,10 +113,11 @@ def slot_attention(
         together = is_one_sequence(q, k, rule, seen.causal)
         if together or q.shape[0] * q.shape[2] <= flash.MAX_SEQUENCES:
             return flash.attention(q, k, v, seen.sequences(rule, together), rule.scale)
-    if rule.skip_first and not rule.is_local and seen.whole and seen.count > q.shape[2]:  # faster than a mask
+    first = rule.skip_first
+    if first and not rule.is_local and seen.whole and seen.count >= q.shape[2] + first:  # faster than a mask
         mask = seen.mask(rule.behind_first)
-        mask = None if mask is None else mask[..., 1:]
-        return partial_attention(q, k[:, :, 1:], v[:, :, 1:], mask, rule.behind_first)
+        mask = None if mask is None else mask[..., first:]
+        return partial_attention(q, k[:, :, first:], v[:, :, first:], mask, rule.behind_first)
     return partial_attention(q, k, v, seen.mask(rule), rule)
 
 
@@ -234,7 +237,7 @@ def documents_by_reach(lengths: list[list[int]], behind: int = 0) -> Callable[[R
 
 def _documents_of(lengths: list[list[int]], rule: Rule, behind: int) -> Documents:
     """The documents of rows, cut as `split_lengths` cuts them, for queries that see what is `behind` slots or more
-    before them, position 0 left out where the rule skips it.
+    before them, those left out that the rule skips.
     """
     if rule.window is not None and rule.window <= behind:
         return Documents([], behind)
@@ -250,6 +253,6 @@ def split_lengths(lengths: list[int], rule: Rule) -> list[int]:
     pieces = []
     for length in lengths:
         borders = {0, *range(rule.chunk or length, length, rule.chunk or length), length}
-        borders |= {1} if rule.skip_first else set()
+        borders |= set(range(1, min(rule.skip_first + 1, length)))
         pieces += [end - start for start, end in pairwise(sorted(borders))]
     return pieces

@@ -26,7 +26,7 @@ _current_attend: ContextVar[Attend] = ContextVar("attend")
 torch.library.define(
     "eagle_train::attention",
     "(Tensor(a!) kept, int layer, Tensor q, Tensor k, Tensor v, "
-    "float scale, int? window, int? chunk, float? softcap, Tensor? sinks, bool skip_first) -> Tensor",
+    "float scale, int? window, int? chunk, float? softcap, Tensor? sinks, int skip_first) -> Tensor",
 )
 
 

@@ -17,8 +17,9 @@ class Rule:
 
     `window`: a query sees the last `window` positions, its own included. `chunk`: it sees its own chunk of positions
     only (Llama 4's iRoPE). `softcap`: scores become softcap * tanh(scores / softcap) (Gemma 2). `sinks` [Q]: a logit
-    per head that takes part in the softmax and has no value (gpt-oss). `skip_first`: the key at position 0 is seen by
-    its own query alone (a draft whose first token has no slot, DESIGN section 3.1).
+    per head that takes part in the softmax and has no value (gpt-oss). `skip_first`: the keys at so many first
+    positions, fewer than a block of the cache has, are each seen by their own query alone (slots that a draft does not
+    have, DESIGN sections 3.1 and 3.3).
     """
 
     scale: float
@@ -26,10 +27,10 @@ class Rule:
     chunk: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
-    skip_first: bool = False
+    skip_first: int = 0
 
     @property
-    def reach(self) -> tuple[int | None, int | None, bool]:
+    def reach(self) -> tuple[int | None, int | None, int]:
         """What masks depend on: rules of the same reach share them."""
         return self.window, self.chunk, self.skip_first
 
@@ -44,8 +45,8 @@ class Rule:
 
     @cached_property
     def behind_first(self) -> "Rule":
-        """The same where position 0 is not among the keys."""
-        return replace(self, skip_first=False)
+        """The same where the positions that it skips are not among the keys."""
+        return replace(self, skip_first=0)
 
     def having(self, sinks: torch.Tensor | None) -> "Rule":
         """The same with these sinks. Parameters are given anew in each call: a backend may put others in their
@@ -62,7 +63,7 @@ class Rule:
         if self.chunk is not None:
             near = near & (query_positions // self.chunk == key_positions // self.chunk)
         if self.skip_first:
-            near = near & ((key_positions > 0) | (query_positions == key_positions))
+            near = near & ((key_positions >= self.skip_first) | (query_positions == key_positions))
         return near
 
     def first(self, positions: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,7 @@ class Rule:
         if self.chunk is not None:
             first = torch.maximum(first, positions // self.chunk * self.chunk)
         if self.skip_first:
-            first = torch.maximum(first, positions.clamp(max=1))
+            first = torch.maximum(first, positions.clamp(max=self.skip_first))
         return first
 
 

@@ -47,7 +47,7 @@ class VisibleSlots:
 
     def behind(self, slots: int) -> "VisibleSlots":
         """What is seen behind the first `slots` slots, which every row has; of rules that have no chunks and skip no
-        first position, but for 0 slots."""
+        positions, but for 0 slots."""
         if slots == 0:
             return self
         given = None if self.given is None else self.given - slots

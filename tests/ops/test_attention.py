@@ -48,7 +48,7 @@ def near(seen_causally, positions, rule):
     for t, s in torch.cartesian_prod(torch.arange(len(query)), torch.arange(len(key))).tolist():
         too_far = rule.window is not None and key[s] <= query[t] - rule.window
         elsewhere = rule.chunk is not None and int(key[s]) // rule.chunk != int(query[t]) // rule.chunk
-        nowhere = rule.skip_first and key[s] == 0 and query[t] > 0
+        nowhere = key[s] < rule.skip_first and query[t] != key[s]
         if too_far or elsewhere or nowhere:
             seen_causally[:, t, s] = False
     return seen_causally

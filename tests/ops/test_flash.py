@@ -51,7 +51,9 @@ def test_what_is_served():
     assert not flash.supports(*3 * [x.bfloat16()])  # on a CPU
 
 
-@pytest.mark.parametrize("limits", [{}, {"window": 3}, {"chunk": 4}, {"skip_first": True}, {"window": 5, "chunk": 4}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"window": 3}, {"chunk": 4}, {"skip_first": 1}, {"skip_first": 3}, {"window": 5, "chunk": 4}]
+)
 def test_a_query_sees_all_from_its_first_key_to_itself(limits):
     rule, positions = Rule(1.0, **limits), torch.arange(13)
     seen = rule.sees(positions[:, None], positions) & (positions <= positions[:, None])
@@ -63,6 +65,7 @@ def test_documents_are_cut_where_a_rule_ends():
     assert split_lengths([5, 1, 9], Rule(1.0, window=3)) == [5, 1, 9]
     assert split_lengths([5, 1, 9], Rule(1.0, chunk=4)) == [4, 1, 1, 4, 4, 1]
     assert split_lengths([5, 1, 9], Rule(1.0, skip_first=True)) == [1, 4, 1, 1, 8]
+    assert split_lengths([5, 2, 9], Rule(1.0, skip_first=3)) == [1, 1, 1, 2, 1, 1, 1, 1, 1, 6]
     assert split_lengths([5, 1, 9], Rule(1.0, chunk=4, skip_first=True)) == [1, 3, 1, 1, 1, 3, 4, 1]
 
 

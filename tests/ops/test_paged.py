@@ -25,6 +25,7 @@ RULES = {
     "chunk": Rule(0.3, chunk=48),
     "softcap": Rule(0.3, softcap=2.0),
     "skip_first": Rule(0.3, skip_first=True),
+    "skip_three": Rule(0.3, skip_first=3),
 }
 
 

@@ -15,6 +15,8 @@ RULES = {
     "sinks": Rule(SCALE, sinks=SINKS),
     "skip first": Rule(SCALE, skip_first=True),
     "skip first, chunk": Rule(SCALE, chunk=4, skip_first=True),
+    "skip three": Rule(SCALE, skip_first=3),
+    "skip three, window": Rule(SCALE, window=4, skip_first=3),
     "all": Rule(SCALE, window=5, chunk=4, softcap=2.0, sinks=SINKS),
 }
 

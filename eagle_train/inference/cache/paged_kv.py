@@ -259,7 +259,7 @@ class PagedKV:
         )
 
         def over_both(layer: int, q: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
-            first, rule = int(rule.skip_first), rule.behind_first
+            first, rule = rule.skip_first, rule.behind_first
 
             def all_seen(
                 q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: slice

@@ -92,6 +92,6 @@ class Masks:
         if self._seen.shape[-2:].numel() == 1:
             return None
         seen = self._seen if self._seen.ndim == 3 else self._seen.unsqueeze(0)  # [A or 1, T, N]
-        if rule.is_local:
+        if rule.is_local or rule.skip_first > 1:  # a tree's nodes are behind the first position
             seen = seen & rule.sees(self._positions.unsqueeze(2), self._suffix_positions.unsqueeze(1))  # [A, T, N]
         return additive_mask(seen.unsqueeze(1))

@@ -63,7 +63,7 @@ LENGTHS = {"equal": [40, 40, 40], "full blocks": [48, 48, 48], "unequal": [33, 4
 PLACES = {"equal distances": [2, 8, 14], "two calls": [2, 8, 20], "any order": [20, 2, 9]}
 
 
-@pytest.mark.parametrize("skip_first", [False, True])
+@pytest.mark.parametrize("skip_first", [0, 1, 3])
 @pytest.mark.parametrize("nodes", [1, 4, None], ids=["token", "chain", "tree"])
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -92,7 +92,7 @@ def test_rules_that_are_local_read_a_copy(rule, slots, copies):
     assert copies == [slots]
 
 
-@pytest.mark.parametrize("skip_first", [False, True])
+@pytest.mark.parametrize("skip_first", [0, 1, 3])
 @pytest.mark.parametrize("nodes", [1, 4, None], ids=["token", "chain", "tree"])
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 31, 33, 34, 100])
 @pytest.mark.parametrize("lengths", [[33], [40, 40], [33, 64, 48], [1, 50], [32]], ids=str)
