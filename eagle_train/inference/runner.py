@@ -102,7 +102,8 @@ class Runner:
     @property
     def stores(self) -> list[PagedKV | BlockEnds]:
         """The caches of target and drafter, and the hidden states at block ends: one entry per block each."""
-        return [self.cache, *self.drafters.caches, *([] if self.ends is None else [self.ends])]
+        ends = [] if self.ends is None else [self.ends]
+        return [self.cache, *self.drafters.caches, *self.drafters.block_states, *ends]
 
     def run(self, inputs: RoundInputs) -> tuple[Pending, RoundResult]:
         """One round. Returns the next round's pending tokens, and the results, without synchronising."""

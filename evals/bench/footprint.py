@@ -14,10 +14,13 @@ import torch
 from torch import nn
 
 from eagle_train.inference import Drafter
+from eagle_train.inference.cache.block_ends import BlockEnds
 from eagle_train.inference.cache.paged_kv import PagedKV
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.models.target import Target
 
-_CLOSED = (str, bytes, int, float, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, PagedKV)
+_CLOSED = (str, bytes, int, float, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+_CLOSED += (PagedKV, BlockEnds)  # caches
 
 
 def weight_bytes(drafter: Drafter, target: Target) -> int:
@@ -29,9 +32,10 @@ def weight_bytes(drafter: Drafter, target: Target) -> int:
 
 
 def cache_bytes_per_token(drafter: Drafter) -> int:
-    """Bytes of a token's keys and values in all of the drafter's caches."""
+    """Bytes of a token's keys and values in all of the drafter's caches, and of its share of what blocks have else."""
     tensors = [each for cache in drafter.caches for each in cache.memory]
-    return sum(x.element_size() * x.shape[0] * x.shape[2:].numel() for x in tensors)
+    of_blocks = sum(each.hidden.element_size() * each.hidden.shape[1] for each in drafter.block_states)
+    return sum(x.element_size() * x.shape[0] * x.shape[2:].numel() for x in tensors) + of_blocks // BLOCK
 
 
 def file_bytes(drafter: Drafter) -> int:

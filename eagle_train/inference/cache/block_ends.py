@@ -1,4 +1,5 @@
-"""The target's hidden states at the ends of blocks, which prefix caching keeps beside keys and values.
+"""Hidden states at the ends of blocks, which are kept beside keys and values: the target's, for prefix caching, and
+those of a draft that goes on from its own.
 
 DESIGN section 3.6.
 Knows nothing of token ids, models or requests.
@@ -35,3 +36,22 @@ class BlockEnds:
         """Store, of the hidden states [A, T, H] of the T tokens after each row's prefix, those at block ends."""
         slots = prefix.slots(prefix.positions(hidden.shape[1]))
         self.hidden[torch.where(slots % BLOCK == BLOCK - 1, slots // BLOCK, SCRATCH)] = hidden
+
+
+class LastStates(BlockEnds):
+    """States [blocks, W] at the last token of each block that was processed: the block's end, and of a sequence's last
+    block, which is not full, the token before the next."""
+
+    def write_last(self, prefix: Prefix, states: torch.Tensor, counts: torch.Tensor) -> None:
+        """Store what is needed of the states [A, T, W] of the tokens after each row's prefix, of which the first
+        `counts` int64 [A], at least one, are real."""
+        slots = prefix.slots(prefix.positions(states.shape[1]))
+        place, last = torch.arange(states.shape[1], device=slots.device), counts.unsqueeze(1) - 1
+        is_kept = (place == last) | ((place < last) & (slots % BLOCK == BLOCK - 1))
+        self.hidden[torch.where(is_kept, slots // BLOCK, SCRATCH)] = states
+
+    def before(self, prefix: Prefix) -> torch.Tensor:
+        """The states [A, 1, W] at each prefix's last token; zeros where it is empty."""
+        positions = (prefix.lengths - 1).unsqueeze(1)
+        states = self.hidden[prefix.slots(positions.clamp(min=0)) // BLOCK]
+        return states.masked_fill((positions < 0).unsqueeze(2), 0.0)

@@ -131,7 +131,7 @@ def _prefill_times(runner: Runner, name: str, lengths: list[int]) -> list[int]:
         hidden = torch.zeros(1, length, runner.width, dtype=runner.target.dtype, device=device)
         with runner.resources(length):  # as prompts are read later
             started = time.perf_counter()
-            runner.drafters.prefill(prefix, tokens, positions, hidden, None, [name])
+            runner.drafters.prefill(prefix, tokens, positions, hidden, None, [length], [name])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             return time.perf_counter() - started

@@ -29,8 +29,9 @@ def prefill(
     the padding. Also the rows whose drafter is at fault, and why.
     """
     device = prefix.lengths.device
-    longest = max(len(text) for text in texts)
+    counts = [len(text) for text in texts]
+    longest = max(counts)
     tokens = to_device([text + [0] * (longest - len(text)) for text in texts], device)
     positions = prefix.lengths.unsqueeze(1) + torch.arange(longest, device=device)
     hidden = forward(tokens, positions, cache.extend(prefix, positions))
-    return hidden, drafters.prefill(prefix, tokens, positions, hidden, before, seats)
+    return hidden, drafters.prefill(prefix, tokens, positions, hidden, before, counts, seats)

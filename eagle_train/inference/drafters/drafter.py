@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from eagle_train.inference.cache.block_ends import BlockEnds
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.cache.suffix import Suffix
@@ -251,13 +252,15 @@ class Outcome:
 class Drafter:
     """Proposes tokens. Whatever it proposes, the outputs have the target's distribution. A subclass defines `propose`.
 
-    State of a sequence that is in `caches` is in the sequence's blocks, so that eviction, prefix reuse and offload
-    cover it. Other state is on the host, by `RowText.key`, until `leave`.
+    State of a sequence that is in `caches` and `block_states` is in the sequence's blocks, so that eviction, prefix
+    reuse and offload cover it. Other state is on the host, by `RowText.key`, until `leave`.
     """
 
     needs = Needs()
     caches: Sequence[PagedKV] = ()
     """Its caches; the engine resizes them together with the target's."""
+    block_states: Sequence[BlockEnds] = ()
+    """What else it keeps for each block; likewise."""
     models: Sequence[torch.nn.Module] = ()
     """The models that it runs; the engine looks whether they have parts for which the host may wait."""
 
@@ -279,6 +282,19 @@ class Drafter:
         tokens, None if all prefixes are empty.
 
         Where this, `propose` or `rewind` raises, it is called again for each half of the rows."""
+
+    def prefill_counted(
+        self,
+        prefix: Prefix,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        before: torch.Tensor | None,
+        counts: list[int],
+    ) -> None:
+        """What the engine calls: `prefill`, in place of which a drafter defines this if it must know how many of the T
+        tokens of each row are real, `counts`."""
+        self.prefill(prefix, tokens, positions, hidden, before)
 
     def propose(self, round: DraftRound) -> Drafted:
         """A tree for each row. The drafter writes its keys and values of `pending.tokens` to the slots after

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from eagle_train.errors import OptionError, check, one_line
+from eagle_train.inference.cache.block_ends import BlockEnds
 from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import Prefix
 from eagle_train.inference.decode.row_trees import AnyTree, DynamicTree, OpenTree, RowTrees
@@ -47,6 +48,11 @@ class Drafters:
     def caches(self) -> list[PagedKV]:
         """Of all drafters. A draft has another one once it is divided."""
         return [cache for each in self.by_name.values() for cache in each.caches]
+
+    @property
+    def block_states(self) -> list[BlockEnds]:
+        """What else drafters keep for each block."""
+        return [states for each in self.by_name.values() for states in each.block_states]
 
     @property
     def have_plans(self) -> bool:
@@ -126,12 +132,13 @@ class Drafters:
         positions: torch.Tensor,
         hidden: torch.Tensor,
         before: torch.Tensor | None,
+        counts: list[int],
         seats: Seats,
     ) -> dict[int, str]:
         """As of `Drafter`; each is given its rows. Returns the rows whose drafter is at fault, and why."""
         reasons: dict[int, str] = {}
         for name, rows in _grouped(seats).items():
-            ask = partial(self._prefill, name, prefix, tokens, positions, hidden, before)
+            ask = partial(self._prefill, name, prefix, tokens, positions, hidden, before, counts)
             _asked(self.by_name[name], rows, ask, reasons)
         return self._agreed_reasons(reasons, seats)
 
@@ -187,6 +194,7 @@ class Drafters:
         positions: torch.Tensor,
         hidden: torch.Tensor,
         before: torch.Tensor | None,
+        counts: list[int],
         rows: list[int],
     ) -> None:
         """Have a drafter prefill these rows."""
@@ -195,7 +203,8 @@ class Drafters:
             prefix, tokens, positions, hidden = prefix.rows(rows), tokens[index], positions[index], hidden[index]
             before = None if before is None else before[index]
         before = None if before is None else self._states(name, before)
-        self.by_name[name].prefill(prefix, tokens, positions, self._states(name, hidden), before)
+        own = [counts[row] for row in rows]
+        self.by_name[name].prefill_counted(prefix, tokens, positions, self._states(name, hidden), before, own)
 
     def _ask(self, name: str, round: DraftRound, count: int, rows: list[int]) -> tuple[Part, torch.Tensor | None]:
         """Have a drafter propose for these rows of `count`. Also which were wrong, bool; None where it is not
