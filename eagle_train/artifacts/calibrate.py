@@ -78,7 +78,7 @@ class Moments:
         layers = self.draft.config.target_layers
         states = TargetStates.split(target.states(layers)(batch.tokens, batch.positions, attend).float(), layers)
         rows = Rows(target.embed(batch.tokens).float(), states, batch.positions, batch.lengths)
-        self.draft.unrolled(self.draft, rows, passes=1)
+        self.draft.unrolled(self.draft, rows, passes=self.draft.config.whole_passes)
 
     def _add_inputs(self, name: str, module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
         moe, is_expert, rest = name.partition(".experts.")

@@ -110,7 +110,7 @@ def _place_of(
 def _files_of(
     draft: Draft, place: InTarget, folder: Path, said: str, instead: str = "give train.init_from=null"
 ) -> dict[str, Path]:
-    """The file of each tensor below the draft's prefix. Raises UserError unless these are the draft's."""
+    """The file of each tensor below the draft's prefixes. Raises UserError unless these are the draft's."""
     found: dict[str, Path] = {}
     others: set[str] = set()  # where families other than DeepSeek's keep theirs
     for file in weight_files(folder, said):
@@ -119,11 +119,11 @@ def _files_of(
             check_opens(file)
         with foreign(f"{said}: {file.name}"), safe_open(file, "pt") as tensors:
             names = tensors.keys()
-        found |= {name: file for name in names if name.startswith(place.prefix)}
+        found |= {name: file for name in names if name.startswith(place.prefixes)}
         others |= {where[0] for name in names if (where := _OTHER_MODULE.match(name))}
     kind = draft.config.kind
     theirs = f"has an MTP module under {min(others, default='')}*, which draft={kind} cannot take over"
-    none = theirs if others else f"has no {place.prefix}*, so no draft of its own"
+    none = theirs if others else f"has no {place.prefixes[0]}*, so no draft of its own"
     check(bool(found), f"{said}: {none}; {instead}")
     odd = min((found.keys() - place.shared.keys()) ^ set(place.names.values()), default=None)
     does = "has" if odd in found else "lacks"

@@ -85,8 +85,8 @@ def _modules(target: Target, trained: Draft, served: Draft, part: Part) -> Itera
 
 
 def calls(target: Target, draft: Draft, part: Part) -> list[Call]:
-    """What the draft's modules without others in them, and its rotary positions, compute in pass 1 over a part, and its
-    LM head, where it has one."""
+    """What the draft's modules without others in them, and its rotary positions, compute over a part in pass 1, of a
+    chain of modules in a pass each, and its LM head, where it has one."""
     found: list[Call] = []
 
     def note(name: str, given: tuple[Any, ...], output: Any) -> None:
@@ -98,8 +98,8 @@ def calls(target: Target, draft: Draft, part: Part) -> list[Call]:
         for name, module in leaves.items()
         if not isinstance(module, nn.Identity)
     ]
-    (states,) = draft.unrolled(draft, part.rows(), 1)
-    draft.logits(states, Head(draft, target.lm_head))
+    states = draft.unrolled(draft, part.rows(), draft.config.whole_passes)
+    draft.logits(states[0], Head(draft, target.lm_head))
     for hook in hooks:
         hook.remove()
     return found

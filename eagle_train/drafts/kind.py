@@ -68,10 +68,10 @@ class Rows:
 
 
 class InTarget(NamedTuple):
-    """Where a target's own checkpoint holds a draft: `names` of its tensors there, by ours, all with `prefix`, and
-    `shared`: copies of what is the target's, each with what it is a copy of."""
+    """Where a target's own checkpoint holds a draft: `names` of its tensors there, by ours, all with one of `prefixes`,
+    and `shared`: copies of what is the target's, each with what it is a copy of."""
 
-    prefix: str
+    prefixes: tuple[str, ...]
     names: Mapping[str, str]
     shared: Mapping[str, str]
 
@@ -201,6 +201,21 @@ class DraftConfig:
     def first_slot(self) -> int:
         """Where the draft begins in a document."""
         return 1 if self.first_token == "skip" else 0
+
+    def first_slot_of(self, layer: int) -> int:
+        """The first slot of a document whose keys and values the layer's other slots see."""
+        return self.first_slot
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers with keys and values of their own: those that a forward runs, or of several modules, one of which a
+        forward runs."""
+        return self.num_layers
+
+    @property
+    def whole_passes(self) -> int:
+        """The fewest passes in which all parameters take part."""
+        return 1
 
     @property
     def target_layers(self) -> tuple[int, ...]:

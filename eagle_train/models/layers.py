@@ -27,8 +27,7 @@ class AttendingShape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def window(self) -> int | None: ...
-    @property
-    def first_slot(self) -> int: ...
+    def first_slot_of(self, layer: int) -> int: ...
     def rope_of_layer(self, layer: int) -> tuple[bool, int | None]: ...
 
 
@@ -134,7 +133,7 @@ def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.
 def rule_of_layer(config: AttendingShape, layer: int) -> Rule:
     """What a layer asks of attention, but for its sinks, which are parameters."""
     _, chunk = config.rope_of_layer(layer)
-    return Rule(config.head_dim**-0.5, config.window, chunk, skip_first=config.first_slot == 1)
+    return Rule(config.head_dim**-0.5, config.window, chunk, skip_first=config.first_slot_of(layer))
 
 
 class Attention(nn.Module):

@@ -14,6 +14,7 @@ import torch
 
 from eagle_train.drafts import Draft, DraftConfig
 from eagle_train.inference import Dispatcher, EngineConfig, PlanTree
+from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.parallel.cost import Speeds
 from eagle_train.inference.parallel.divided_draft import Division, check_divides, collectives, divided_bytes, division
 from eagle_train.models.draft_quantisation import scheme_of_lm_head
@@ -163,12 +164,13 @@ class DecodingPlan:
         draft, divided, several = self.draft, self.division.draft, self.gpus > 1
         if depth == 0:
             return Reading(0, 0, 0, 0)
-        forwards = 1 if draft.at_once or draft.in_one_pass else depth
+        proposals = 1 if draft.at_once or draft.in_one_pass else depth
+        forwards = max(proposals, draft.whole_passes)  # each of several modules reads what is pending
         parts = self.gpus if divided else 1
         of_layers = 1 if draft.at_once else parts
         return Reading(
             forwards * self._read_of_draft(batch_size) / of_layers,
-            forwards * self.proposing_bytes / parts,
+            proposals * self.proposing_bytes / parts,
             forwards * batch_size * self._draft_kv(context) / of_layers,
             forwards * divided * (1 + collectives(self.module)) + several,  # and the first rank's drafts to all
         )
@@ -200,7 +202,8 @@ class DecodingPlan:
             "draft's weights": sum(each.numel() for each in self.module.parameters()) * self.dtype.itemsize / of_layers,
             "target's keys and values": tokens * kv,
             "draft's copies of LM heads": self._copied_bytes,
-            "draft's keys and values": tokens * self.draft.num_layers * self._draft_kv_of_token / of_layers,
+            "draft's keys and values": tokens * self.draft.cached_layers * self._draft_kv_of_token / of_layers
+            + tokens * self._draft_states_of_token,
         }
 
     @property
@@ -220,6 +223,11 @@ class DecodingPlan:
         draft = self.draft
         return 2 * draft.num_kv_heads * draft.head_dim * self.dtype.itemsize if draft.attention_width else 0
 
+    @property
+    def _draft_states_of_token(self) -> float:
+        """Bytes of what modules in a chain keep for each block, a token's share."""
+        return (self.draft.whole_passes - 1) * self.draft.hidden_size * self.dtype.itemsize / BLOCK
+
     def _draft_kv(self, context: int) -> float:
         """Bytes of a row's keys and values that a forward reads."""
         layers = range(self.draft.num_layers)
@@ -233,7 +241,8 @@ class DecodingPlan:
         matrices = [(name, each) for name, each in inside if each.ndim >= 2 and not name.startswith("lm_head")]
         routed = sum(each.numel() for name, each in matrices if ".experts" in name)
         share = 1 - (1 - 1 / getattr(self.draft, "num_experts", 1)) ** tokens
-        return (sum(each.numel() for _, each in matrices) - routed * (1 - share)) * self.dtype.itemsize
+        read = sum(each.numel() for _, each in matrices) - routed * (1 - share)
+        return read * self.dtype.itemsize / self.draft.whole_passes  # of several modules a forward runs one
 
 
 def _seen(text: Any, layer: int, context: int) -> int:

@@ -15,7 +15,7 @@ from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.kernels import plain
 from eagle_train.training.parallelize import recomputed
 from tests.support.graph_recorder import no_values
-from tests.support.step_twins import STEPS, MtpTwin, exact_target, rows_of, slots_of, twin_loss
+from tests.support.step_twins import STEPS, MtpTwin, exact_target, modules_loss, rows_of, slots_of, twin_loss
 from tests.support.tiny import shared_target, tiny_model, tiny_mtp, tiny_target
 
 KINDS = [
@@ -23,8 +23,12 @@ KINDS = [
     {"loss": "hard", "vocab_size": 40, "vocabulary": list(range(3, 83, 2))},
     {"loss": "lk", "first_token": "self_fusion", "decay": 0.5},
     {"window": 3, "sink": True, "first_token": "self_fusion"},
+    {"modules": 4},
+    {"modules": 2, "first_token": "self_fusion", "loss": "lk", "decay": 0.5},
+    {"modules": 3, "window": 3, "sink": True},
 ]
 IDS = ["default", "hard, draft vocabulary", "lk, self fusion", "window, sink, self fusion"]
+IDS += ["four modules", "two modules, lk, self fusion", "three modules, window, sink"]
 
 
 def exact_draft(target: Target, **kind) -> MtpDraft:
@@ -37,7 +41,8 @@ def test_losses_and_gradients_are_the_twins(kind, way):
     target = exact_target()
     draft = exact_draft(target, **kind)
     rows, supervised = rows_of(target, ())
-    expected = twin_loss(MtpTwin(draft, target), rows, supervised)
+    loss = modules_loss if draft.config.modules > 1 else twin_loss
+    expected = loss(MtpTwin(draft, target), rows, supervised)
     gradients = torch.autograd.grad(expected, list(draft.parameters()))
     for layer in draft.layers if way == "recomputed" else ():
         layer.forward = recomputed(layer.forward)
@@ -99,8 +104,9 @@ def test_no_device_is_waited_for():
         draft.losses(states, slots, rows.states.hidden, head, Lesson(), 1.0)
 
 
-def test_what_is_kept_grows_as_the_tokens_do():
-    draft = tiny_mtp(shared_target()).requires_grad_(True)
+@pytest.mark.parametrize("modules", [1, 3])
+def test_what_is_kept_grows_as_the_tokens_do(modules):
+    draft = tiny_mtp(shared_target(), modules=modules).requires_grad_(True)
 
     def kept(length: int) -> int:
         sizes = {}
@@ -152,10 +158,39 @@ def test_a_targets_own_module_is_called_as_deepseeks():
     }
 
 
+def test_a_chain_of_modules_is_in_its_targets_next_layers():
+    one, two = (tiny_mtp(shared_target(), modules=modules).in_target(61) for modules in (1, 2))
+    assert (one.prefixes, two.prefixes) == (("model.layers.61.",), ("model.layers.61.", "model.layers.62."))
+    assert dict(one.names).items() <= dict(two.names).items()
+    second = {theirs.replace(".61.", ".62.") for theirs in one.names.values()}
+    assert set(two.names.values()) == {*one.names.values(), *second}
+    assert two.names["further.0.norm.weight"] == "model.layers.62.shared_head.norm.weight"
+    assert two.names["layers.1.mlp.up_proj.weight"] == "model.layers.62.mlp.up_proj.weight"
+    assert set(two.shared) == {*one.shared, *(name.replace(".61.", ".62.") for name in one.shared)}
+
+
+def test_a_module_sees_its_own_slots_alone():
+    """Module k has none at a document's first k - 1, and nobody sees what is there."""
+    target = exact_target()
+    draft = exact_draft(target, modules=3)
+    rows, _ = rows_of(target, ())
+    states = draft.unrolled(draft, rows, 3)
+
+    def forward(embeddings, hidden, positions, attend, module=0):
+        none = (positions < 1 + module).unsqueeze(2)  # the first slot is left out besides
+        return draft(embeddings, hidden.masked_fill(none, 1e3), positions, attend, module=module)
+
+    for module, (ours, other) in enumerate(zip(states, draft.unrolled(forward, rows, 3), strict=True)):
+        own = rows.positions >= 1 + module
+        torch.testing.assert_close(ours[own], other[own], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ({"modules": 2}, r"draft\.modules=2: must be 1, a module that is used for every step; chained modules, "),
+        ({"modules": 0}, r"^draft\.modules=0: must be from 1 to 8$"),
+        ({"modules": 9, "steps": 9}, r"^draft\.modules=9: must be from 1 to 8$"),
+        ({"modules": 4}, r"^draft\.steps=3: must be at least draft\.modules, 4: each module learns in a pass$"),
         ({"num_layers": 2}, r"draft\.num_layers=2: must be 1, an MTP module is one block"),
         ({"steps": 0}, r"draft\.steps=0: must be at least 1"),
         ({"decay": 1.5}, r"draft\.decay=1\.5: must be above 0 and at most 1"),

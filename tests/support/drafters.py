@@ -191,6 +191,7 @@ KINDS = {
     "eagle3, last": Kind(lambda target, _: eagle3_of_some_tokens(target), "chain3", draws=True, remembers=True),
     "medusa": Kind(lambda target, _: of_kind(trained_medusa, target), draws=True),
     "mtp": Kind(lambda target, _: of_kind(trained_mtp, target), draws=True),
+    "mtp, chained": Kind(lambda target, _: of_kind(trained_mtp, target, modules=2), draws=True),
     "peagle": Kind(lambda target, _: peagle(target), draws=True),
     "draft_model": Kind(lambda target, _: DraftModel(close_to(whole(target)), target), "n8", draws=True),
     "layer_skip": Kind(lambda target, _: LayerSkip(target, target.config.num_hidden_layers - 1), draws=True),

@@ -143,11 +143,43 @@ class MtpTwin(Twin):
     def first(self, hidden: torch.Tensor, layers: list[torch.Tensor]) -> torch.Tensor:
         return hidden
 
-    def slot(self, embedding: torch.Tensor, hidden: torch.Tensor, position: int, seen: dict) -> tuple:
-        x = self.w["fc.weight"] @ torch.cat((self.norm("enorm", embedding), self.norm("hnorm", hidden)))
-        read = self.norm("layers.0.input_layernorm", x)
-        x = self.behind_attention(0, x + self.attention(0, read, position, seen))
-        return self.norm("norm", x), x
+    def slot(self, embedding: torch.Tensor, hidden: torch.Tensor, position: int, seen: dict, module: int = 0) -> tuple:
+        around = f"further.{module - 1}." if module else ""
+        both = torch.cat((self.norm(f"{around}enorm", embedding), self.norm(f"{around}hnorm", hidden)))
+        x = self.w[f"{around}fc.weight"] @ both
+        read = self.norm(f"layers.{module}.input_layernorm", x)
+        x = self.behind_attention(module, x + self.attention(module, read, position, seen))
+        return self.norm(f"{around}norm", x), x
+
+
+def modules_loss(twin: MtpTwin, rows: Rows, supervised: torch.Tensor) -> torch.Tensor:
+    """The same of modules in a chain, one after the other, each over all slots at which the one before gave something
+    at the slot before; then the last one's own chains."""
+    total, begin = torch.zeros((), dtype=torch.float64), 1 if twin.c.first_token == "skip" else 0
+    weights = [twin.c.decay**step for step in range(STEPS)]
+    for row, place in documents(LENGTHS):
+        embeddings, hidden = rows.embeddings[row, place], rows.states.hidden[row, place]
+        learnt, found = supervised[row, place], {}  # what the LM head reads, by pass and slot
+        fed = {slot: hidden[max(slot - 1, 0)] for slot in range(begin, len(embeddings))}
+        true = []  # by module: its keys and values after so many slots, by slot
+        for module in range(twin.c.modules):
+            seen, given, kept = {}, {}, {}
+            for slot, each in fed.items():
+                found[module, slot], given[slot + 1] = twin.slot(embeddings[slot], each, slot, seen, module)
+                kept[slot] = {layer: list(pairs) for layer, pairs in seen.items()}
+            true.append(kept)
+            fed = {slot: each for slot, each in given.items() if slot < len(embeddings)}
+        last = twin.c.modules - 1
+        for first, each in fed.items():  # a chain of the last module, behind its own true slots
+            own = {layer: list(pairs) for layer, pairs in true[last][first - 1].items()}
+            for step in range(last + 1, min(STEPS, len(embeddings) - first + last + 1)):
+                slot = first + step - last - 1
+                found[step, slot], each = twin.slot(embeddings[slot], each, slot, own, last)
+        for (step, slot), out in found.items():
+            if learnt[slot]:
+                wanted = (twin.target.lm_head.weight @ hidden[slot])[twin.tokens]
+                total = total + weights[step] / sum(weights) * twin.loss(out, wanted)
+    return total
 
 
 def twin_loss(twin: Twin, rows: Rows, supervised: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,7 @@ OF_STEPS = {"layers": [1, 2], "steps": 3}
     [
         (Eagle3Config, OF_STEPS | FEW | {"num_layers": 2}, "kept"),
         (MtpConfig, {"steps": 3, **FEW}, "kept"),
+        (MtpConfig, {"steps": 4, "modules": 3}, "kept"),
         (PeagleConfig, OF_STEPS | FEW | {"num_layers": 2}, "kept"),
         *[(MedusaConfig, {"heads": 3}, way) for way in ("kept", "recomputed")],
         *[(MedusaConfig, {"heads": 2, "num_layers": 3, **FEW}, way) for way in ("kept", "recomputed")],
@@ -199,13 +200,14 @@ class NormAsOnGpu(torch.autograd.Function):
         (Eagle3Config, OF_STEPS | {"num_layers": 3, "norm_output": True}),
         (Eagle3Config, OF_STEPS | {"fc_norm": True}),
         (MtpConfig, {"steps": 3}),
+        (MtpConfig, {"steps": 3, "modules": 3}),
         (PeagleConfig, OF_STEPS),
         (PeagleConfig, OF_STEPS | {"num_layers": 2, "norm_before_fc": True}),
         (MedusaConfig, {}),
         (MedusaConfig, {"heads": 3, "num_layers": 3}),
     ],
     ids=[
-        *("eagle3", "eagle3, three layers", "eagle3, fc_norm", "mtp"),
+        *("eagle3", "eagle3, three layers", "eagle3, fc_norm", "mtp", "mtp, chained"),
         *("peagle", "peagle, norm before fc", "medusa", "medusa, three blocks"),
     ],
 )

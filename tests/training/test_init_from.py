@@ -167,13 +167,21 @@ def test_a_plan_knows_the_shape_without_the_artifact(root, tmp_path, capsys):
     assert "draft: " in capsys.readouterr().out
 
 
-def with_own_module(root: Path, directory: Path, **changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """A target with an MTP module of its own, as DeepSeek-V3's checkpoint has it, and that module's tensors by our
-    names. `changes`: of its tensors, by their last names; None: left out."""
+def with_own_module(
+    root: Path, directory: Path, modules: int = 1, **changes: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """A target with an MTP module of its own, as DeepSeek-V3's checkpoint has it, or several, and their tensors by our
+    names. `changes`: of the first one's tensors, by their last names; None: left out."""
     shutil.copytree(root / "target", directory)
-    draft, tensors = tiny_mtp(target_of(root), seed=3), load_file(directory / "model.safetensors")
+    draft, tensors = tiny_mtp(target_of(root), seed=3, modules=modules), load_file(directory / "model.safetensors")
     own = {f"model.layers.3.{theirs}": draft.get_parameter(ours) for theirs, ours in THEIRS.items()}
-    own |= {f"model.layers.3.{name}": tensors[copied] for name, copied in COPIES.items()}
+    for more in range(1, modules):
+        for theirs, ours in THEIRS.items():
+            place = ours.replace("layers.0.", f"layers.{more}.")
+            place = place if place != ours else f"further.{more - 1}.{ours}"
+            own[f"model.layers.{3 + more}.{theirs}"] = draft.get_parameter(place)
+    for number in range(modules):
+        own |= {f"model.layers.{3 + number}.{name}": tensors[copied] for name, copied in COPIES.items()}
     own |= {f"model.layers.3.{name}": tensor for name, tensor in changes.items()}
     tensors |= {name: tensor.clone() for name, tensor in own.items() if tensor is not None}
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
@@ -200,10 +208,14 @@ def assembled(*arguments: str) -> torch.nn.Module:
     return assemble(config, build(ParallelConfig, config.parallel, "parallel"), ALONE).draft
 
 
-@pytest.mark.parametrize("vocabulary", [[], ["draft.vocab_size=30"]], ids=["whole", "part"])
-def test_training_goes_on_from_the_targets_own_module(root, tmp_path, vocabulary):
-    expected = with_own_module(root, tmp_path / "target")
-    given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target", *vocabulary)
+@pytest.mark.parametrize(
+    ("modules", "more"),
+    [(1, []), (1, ["draft.vocab_size=30"]), (2, ["draft.modules=2"])],
+    ids=["whole", "part", "two modules"],
+)
+def test_training_goes_on_from_the_targets_own_module(root, tmp_path, modules, more):
+    expected = with_own_module(root, tmp_path / "target", modules)
+    given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target", *more)
     found = dict(assembled(*given).named_parameters())
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
@@ -234,6 +246,13 @@ def test_a_module_that_is_another_kinds_is_refused(root, tmp_path, capsys, chang
     given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target")
     said = refused(capsys, *given)
     assert said == f"train.init_from=target: target.path={tmp_path}/target: {message}"
+
+
+def test_more_modules_than_the_target_has_are_refused(root, tmp_path, capsys):
+    with_own_module(root, tmp_path / "target", 2)
+    given = for_mtp(root, f"out={tmp_path}/run", f"target={tmp_path}/target", "draft.modules=3")
+    said = f"train.init_from=target: target.path={tmp_path}/target: lacks model.layers.5."
+    assert refused(capsys, *given).startswith(said)
 
 
 def exports(*arguments: str) -> list[str]:
@@ -268,6 +287,20 @@ def test_a_module_is_put_back_into_its_targets_checkpoint(root, tmp_path, capsys
         torch.testing.assert_close(again[name], parameter.to(before["model.layers.3.enorm.weight"].dtype).float())
     assert call(export.main, *arguments) == 2
     assert f"out={out}: exists and holds no draft; name another directory" in capsys.readouterr().err
+
+
+def test_a_chain_of_modules_is_put_back(root, tmp_path):
+    """Of three modules that the target has, the two that were trained."""
+    with_own_module(root, tmp_path / "target", 3)
+    place = f"target={tmp_path}/target"
+    assert call(train.main, *for_mtp(root, f"out={tmp_path}/run", place, "draft.modules=2")) == 0
+    assert call(export.main, *exports(f"checkpoint={tmp_path}/run", place, f"out={tmp_path}/new")) == 0
+    before, after = (everything(tmp_path / name) for name in ("target", "new"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{number}.{name}" for number in (3, 4) for name in THEIRS}
+    again = assembled(*for_mtp(root, f"out={tmp_path}/again", f"target={tmp_path}/new", "draft.modules=2"))
+    for name, parameter in read_trained(tmp_path / "run")[1].named_parameters():
+        torch.testing.assert_close(dict(again.named_parameters())[name], parameter.float())
 
 
 def split_in_two(directory: Path) -> None:

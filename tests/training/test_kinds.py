@@ -25,6 +25,7 @@ EAGLE3 = {"kind": "eagle3", "layers": [1], "steps": 3}
 MEDUSA = {"kind": "medusa", "heads": 3}
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 MTP = {"kind": "mtp", "steps": 3}
+CHAINED = {**MTP, "modules": 2}
 PEAGLE = {"kind": "peagle", "layers": [1], "num_layers": 2, "steps": 3}
 
 
@@ -38,8 +39,8 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("shape", "share"),
-    [(EAGLE3, 0.9), (MEDUSA, 0.97), (MTP, 0.9), (PEAGLE, 0.9)],
-    ids=["eagle3", "medusa", "mtp", "peagle"],
+    [(EAGLE3, 0.9), (MEDUSA, 0.97), (MTP, 0.9), (CHAINED, 0.9), (PEAGLE, 0.9)],
+    ids=["eagle3", "medusa", "mtp", "mtp, chained", "peagle"],
 )
 def test_a_run_learns_and_its_checkpoint_names_its_kind(tmp_path, data, shape, share):
     """`share`: of its first loss; heads cannot learn much of random letters."""

@@ -350,7 +350,7 @@ BEYOND = {"feature_noise": 0.1, "l1_weight_end": 0.1, "logits_loss": "lk", "unro
 
 EAGLE3 = {"shape": {"kind": "eagle3", "layers": [1], "num_layers": 2, "steps": 3, "loss": "lk"}, "feature_noise": 0.1}
 MEDUSA = {"shape": {"kind": "medusa", "heads": 3, "num_layers": 2, "loss": "hard"}, "feature_noise": 0.1}
-MTP = {"shape": {"kind": "mtp", "steps": 3}, "feature_noise": 0.1}
+MTP = {"shape": {"kind": "mtp", "steps": 3, "modules": 2}, "feature_noise": 0.1}
 PEAGLE = {"shape": {"kind": "peagle", "layers": [1], "num_layers": 2, "steps": 3}, "feature_noise": 0.1}
 
 

@@ -93,7 +93,7 @@ class Eagle(Growing[Nodes]):
         """Have an empty cache for so many key/value heads."""
         config, target = self.draft.config, self.target
         shape = KVShape(num_kv_heads, config.head_dim, config.head_dim)
-        self.cache = PagedKV(dict.fromkeys(range(config.num_layers), shape), 0, target.dtype, target.device)
+        self.cache = PagedKV(dict.fromkeys(range(config.cached_layers), shape), 0, target.dtype, target.device)
         self.caches = [self.cache]
 
     def divide(self, ranks: Ranks) -> None:
@@ -172,12 +172,8 @@ class Eagle(Growing[Nodes]):
         hidden: torch.Tensor,
         before: torch.Tensor | None,
     ) -> None:
-        previous = shift_hidden(hidden, positions)
-        if before is not None:  # the rows that have a prefix
-            follows = (positions[:, 0] > 0).unsqueeze(1)
-            previous[:, 0] = torch.where(follows, before, previous[:, 0])
         # No state is needed: prefill only fills the cache.
-        fed = self.draft.fuse(previous)
+        fed = self.draft.fuse(paired(hidden, positions, before))
         self.forward_at(tokens, fed, positions, positions[:, :0], self.cache.extend(prefix, positions))
 
     def propose(self, round: DraftRound) -> Drafted:
@@ -205,6 +201,15 @@ class Eagle(Growing[Nodes]):
         if self.alignment == "accepted":
             return outcome.pending
         return keep_drafted(self.cache, round, drafted, outcome)
+
+
+def paired(hidden: torch.Tensor, positions: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """What slots of a prefill are paired with, [A, T, S], see `Drafter.prefill`."""
+    previous = shift_hidden(hidden, positions)
+    if before is not None:  # the rows that have a prefix
+        follows = (positions[:, 0] > 0).unsqueeze(1)
+        previous[:, 0] = torch.where(follows, before, previous[:, 0])
+    return previous
 
 
 def check_alignment(alignment: str) -> None:

@@ -2,6 +2,7 @@
 
 from eagle_train.drafts import Draft
 from eagle_train.inference.drafters.all_at_once import AllAtOnce
+from eagle_train.inference.drafters.chained import Chained
 from eagle_train.inference.drafters.eagle import Eagle, check_alignment
 from eagle_train.inference.drafters.one_pass import OnePass
 from eagle_train.models.target import Target
@@ -9,7 +10,9 @@ from eagle_train.models.target import Target
 
 def drafter_of(draft: Draft, target: Target, alignment: str = "accepted") -> Eagle:
     """What proposes with a draft of any kind. `alignment`: see `Eagle`. Raises UserError."""
-    made: type[Eagle] = AllAtOnce if draft.config.at_once else OnePass if draft.config.in_one_pass else Eagle
+    made: type[Eagle] = Chained if draft.config.whole_passes > 1 else Eagle
+    if draft.config.at_once or draft.config.in_one_pass:
+        made = AllAtOnce if draft.config.at_once else OnePass
     return made(draft, target, alignment)
 
 

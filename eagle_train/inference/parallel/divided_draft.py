@@ -92,9 +92,10 @@ def divide_draft(draft: Draft, ranks: Ranks) -> None:
     """Keep of a draft with fused products (`fuse_products`) what this rank has of it, in place."""
     if draft.config.at_once:
         return
-    fusion = draft.get_submodule("fc")
-    assert isinstance(fusion, Linear)
-    draft.fc = _summed(fusion, ranks, takes_whole=True)
+    for name, module in list(draft.named_modules()):
+        if name.rpartition(".")[2] == "fc":
+            assert isinstance(module, Linear)
+            draft.set_submodule(name, _summed(module, ranks, takes_whole=True))
     for module in draft.modules():
         if isinstance(module, FusedAttention):
             _divide_attention(module, ranks)

@@ -75,6 +75,19 @@ def test_lm_heads_of_the_drafts_own_are_proposed_with():
     assert [plan.memory(1, 20, "chain1")[COPIES] for plan in plans] == [HEAD / 2, HEAD / 2 + 48 * 36]
 
 
+def test_modules_in_a_chain_are_read_one_after_the_other():
+    """Three: by a chain of one, too, as all read what is pending; and a chain of four reads the last one twice."""
+    target = ShapesConfig(LLAMA, None, "float32").target
+    plan = plan_of(draft=planned_config(target, {"kind": "mtp", "modules": 3}))
+    one = 4 * 64 * 32 + LAYER
+    for depth, forwards in ((1, 3), (3, 3), (4, 4)):
+        expected = Reading(forwards * one, depth * HEAD, forwards * BATCH * CONTEXT * KV, 0)
+        assert plan.drafting(BATCH, CONTEXT, depth) == expected
+    memory, tokens = plan.memory(BATCH, 20, "chain2"), 2 * 3 * 16
+    assert memory["draft's weights"] == 3 * (one + 4 * 5 * 32)
+    assert memory["draft's keys and values"] == tokens * 3 * KV + tokens / 16 * 2 * 4 * 32
+
+
 def test_layers_of_a_quantised_target_are_read_as_they_are_kept():
     shape = ShapesConfig(
         LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, None, "float32"

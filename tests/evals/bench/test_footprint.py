@@ -5,8 +5,9 @@ import mmap
 import torch
 
 from eagle_train.inference import Drafter, Eagle
+from eagle_train.inference.drafters.trained import drafter_of
 from evals.bench.footprint import cache_bytes_per_token, file_bytes, traced_bytes, weight_bytes
-from tests.support.tiny import shared_target, tiny_draft
+from tests.support.tiny import shared_target, tiny_draft, tiny_mtp
 
 
 def test_weights_are_the_drafters_own():
@@ -34,6 +35,9 @@ def test_a_tokens_keys_and_values():
     values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     assert cache_bytes_per_token(drafter) == values * drafter.cache.memory[0].element_size()
     assert cache_bytes_per_token(Drafter()) == 0
+    chain = drafter_of(tiny_mtp(target, modules=3), target)
+    assert cache_bytes_per_token(chain) == 3 * values / config.num_layers * 4 + 2 * 32 * 4 / 16  # states of each block
+    assert weight_bytes(chain, target) == weight_bytes(Eagle(tiny_mtp(target, modules=3), target), target)
 
 
 def test_files_that_are_read_as_memory(tmp_path):

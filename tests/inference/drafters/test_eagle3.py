@@ -30,6 +30,8 @@ MADE = {
     "mtp": trained_mtp,
     "mtp of few tokens": partial(trained_mtp, **FEW),
 }
+SEVERAL = {"eagle3": MADE["eagle3"], "mtp": MADE["mtp"]}
+SEVERAL |= {f"mtp, {count} modules": partial(trained_mtp, modules=count) for count in (2, 3)}
 
 
 @cache
@@ -57,7 +59,7 @@ def test_greedy_answers_are_the_targets(made, alignment, tree):
 
 @pytest.mark.parametrize("first_token", ["skip", "self_fusion"])
 @pytest.mark.parametrize("tree", ["chain3", "d2_bf3"])
-@pytest.mark.parametrize("made", [MADE["eagle3"], MADE["mtp"]], ids=["eagle3", "mtp"])
+@pytest.mark.parametrize("made", SEVERAL.values(), ids=SEVERAL)
 def test_a_rounds_drafts_are_those_of_trainings_passes(made, tree, first_token):
     """Tokens per call follow from the unrolled draft's proposals, in each pass, with no engine."""
     target = repeating_target()
@@ -84,7 +86,7 @@ def test_drafters_of_all_kinds_side_by_side():
         assert outputs[number].stats.accepted_per_depth == alone[0].stats.accepted_per_depth
 
 
-@pytest.mark.parametrize("made", [MADE["eagle3"], MADE["mtp"]], ids=["eagle3", "mtp"])
+@pytest.mark.parametrize("made", SEVERAL.values(), ids=SEVERAL)
 def test_prompts_in_chunks_and_prefixes_that_are_known(made):
     draft = made(shared_target(), 100)
     engine = Engine(shared_target(), draft, "chain3", prefill_tokens=16, prefix_cache=True)

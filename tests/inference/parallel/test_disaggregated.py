@@ -6,7 +6,7 @@ With a divided target, both are done by groups of ranks.
 import json
 import re
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -30,7 +30,7 @@ from tests.support.processes import start_ranks
 from tests.support.prompt_lookup import Unread
 from tests.support.reference_answers import GREEDY, PROMPTS, cut, token_ids
 from tests.support.reference_answers import answers as answers_of
-from tests.support.tiny import random_tokens, shared_target
+from tests.support.tiny import random_tokens, shared_target, trained_mtp
 
 pytestmark = pytest.mark.filterwarnings("error:prefill process")  # none is dropped unless a test says so
 
@@ -93,12 +93,19 @@ def finish(engine: Engine) -> None:
     assert len(pool_of(engine).free) == pool_of(engine).total
 
 
+def chained() -> Draft:
+    """Its modules go on from states of their own."""
+    return trained_mtp(shared_target("gemma2"), 60, modules=3)
+
+
 @pytest.mark.parametrize(
-    ("stage", "first_token"), [*((stage, "self_fusion") for stage in STAGES[:3]), (STAGES[1], "skip")]
+    ("stage", "made"),
+    [*((stage, partial(a_draft, "self_fusion")) for stage in STAGES[:3]), (STAGES[1], partial(a_draft, "skip"))]
+    + [(stage, chained) for stage in STAGES[:2]],
 )
-def test_what_is_sent_is_all_that_decoding_needs(stage, first_token):
+def test_what_is_sent_is_all_that_decoding_needs(stage, made):
     """Tokens and rounds are those of one engine."""
-    draft = a_draft(first_token)
+    draft = made()
     lines = [LocalPrefill(1, draft), LocalPrefill(2, draft)]
     for line in lines:
         line.open.set()

@@ -9,6 +9,7 @@ import torch
 
 from eagle_train.errors import OptionError
 from eagle_train.inference import EngineConfig, full, parts
+from eagle_train.inference.drafters.chained import Chained
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.inference.parallel.cost import Speeds, measured_speeds, pays
@@ -147,9 +148,10 @@ def test_parts_make_up_a_draft(biases):
         (tiny_eagle3, {"num_layers": 2, "norm_output": True}),
         (tiny_mtp, {}),
         (tiny_mtp, {"window": 3, "sink": True}),
+        (tiny_mtp, {"modules": 2}),
         (tiny_peagle, {}),
     ],
-    ids=["eagle3", "eagle3, two layers", "mtp", "mtp, window, sink", "peagle"],
+    ids=["eagle3", "eagle3, two layers", "mtp", "mtp, window, sink", "mtp, chained", "peagle"],
 )
 def test_parts_make_up_a_draft_of_another_kind(made, kind):
     target = shared_target("llama")
@@ -158,10 +160,11 @@ def test_parts_make_up_a_draft_of_another_kind(made, kind):
     states = torch.randn(2, 5, (1 + len(draft.config.target_layers)) * target.embedding.shape[1])
 
     def logits(ranks: Ranks | None) -> torch.Tensor:
-        eagle = Eagle(draft, target)
+        eagle = drafter_of(draft, target)
         if ranks is not None:
             eagle.divide(ranks)
-        found = eagle.forward(tokens, eagle.draft.fuse(states), positions, packed_attention([[5], [5]]))
+        forward = eagle.forward_of(1) if isinstance(eagle, Chained) else eagle.forward
+        found = forward(tokens, eagle.draft.fuse(states), positions, packed_attention([[5], [5]]))
         return eagle.head.lm_head(eagle.readable(found))
 
     wanted = logits(None)
