@@ -18,7 +18,7 @@ from eagle_train.models.layers import rotate
 from eagle_train.models.target import Target
 from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
-from tests.support.tiny import random_tokens, tiny_draft, tiny_peagle, tiny_target, trained_draft
+from tests.support.tiny import random_tokens, tiny_draft, tiny_mtp, tiny_peagle, tiny_target, trained_draft
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
@@ -154,6 +154,13 @@ def test_a_draft_whose_mask_slots_go_through_fc_is_calibrated_too():
     )
     fed = shift_hidden(torch.cat([states.layers[each] for each in layers], -1), batch.positions)[batch.supervised]
     torch.testing.assert_close(moments.sums["fc"], fed.t() @ fed, rtol=1e-4, atol=1e-4)
+
+
+def test_each_of_several_modules_is_calibrated():
+    moments = Moments(tiny_mtp(target(), modules=2).float(), Quant("fp8", "all_linear"))
+    moments.add_batch(*batches(1), target())
+    assert {"fc", "further.0.fc", "layers.1.mlp.down_proj"} < moments.sums.keys()
+    assert all(each.any() for each in moments.sums.values())
 
 
 def test_an_expert_that_no_token_chose_is_rounded_to_nearest():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from eagle_train.diagnosis.compare import calls
 from eagle_train.diagnosis.measure import (
     FEWEST,
     Measured,
@@ -21,7 +22,7 @@ from eagle_train.drafts import Head
 from eagle_train.inference.requests.sequence import Stats
 from evals.bench import statistics
 from evals.bench.statistics import decoded_tpc
-from tests.support.tiny import random_tokens, shared_target, trained_draft
+from tests.support.tiny import random_tokens, shared_target, tiny_mtp, trained_draft
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,12 @@ def test_chains_are_those_of_a_plain_loop(part):
     assert found.per_depth(3) == [
         pytest.approx(sum(each >= depth for each in taken) / len(taken)) for depth in (1, 2, 3)
     ]
+
+
+def test_each_of_several_modules_is_compared(part):
+    draft = tiny_mtp(shared_target(), modules=2)
+    found = {call.name for call in calls(shared_target(), draft, part)}
+    assert found == {"rotary", *(name.rpartition(".")[0] for name, _ in draft.named_parameters())}
 
 
 def test_an_interval_is_over_prompts_and_not_over_slots():

@@ -177,6 +177,14 @@ def test_another_kinds_steps_flops_are_those_that_torch_counts(kind, settings, w
     assert TOKENS * sum(said.values()) == pytest.approx(counter.get_total_flops(), rel=5e-3)
 
 
+def test_a_pass_of_a_chain_attends_as_that_of_one_module():
+    target = tiny_target(**WIDE).config
+    drafts = [MtpConfig.from_target(target, steps=3, modules=modules) for modules in (1, 3)]
+    shape, given = TargetShape.of(target), {"context": 4096, "recomputed": False, "unroll": 3}
+    one, three = (flops_of(shape, each, each.module(), **given) for each in drafts)
+    assert three == pytest.approx(one)
+
+
 def test_lm_heads_of_ones_own_have_gradients_until_the_backward_pass():
     shape = TargetShape.of(tiny_target(**WIDE).config)
     plain, own = (MedusaConfig.from_target(tiny_target(**WIDE).config, heads=3, own_head=own) for own in (False, True))

@@ -1,5 +1,6 @@
 """Chained MTP modules in the engine: states while drafting are those of training's passes, however a text was read."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,6 +17,8 @@ from eagle_train.inference.drafters.chained import Chained
 from eagle_train.inference.drafters.drafter import Choice, DraftRound, Pending, TreePlan
 from eagle_train.inference.drafters.trained import drafter_of
 from eagle_train.ops.attention import packed_attention
+from tests.support.graph_recorder import recorded
+from tests.support.inside import runner_of
 from tests.support.tiny import random_tokens, repeating_target, shared_target, tiny_mtp, trained_mtp
 
 LENGTHS = [50, 20]
@@ -112,8 +115,8 @@ def test_states_are_those_of_trainings_passes(modules, kind, tree):
     draft = tiny_mtp(shared_target(), modules=modules, **kind)
     drafting = Drafting(draft, TREES[tree])
     drafting.prefill([0, 1], [0, 0], [7, 1])
-    drafting.prefill([0], [7], [BLOCK])
-    drafting.prefill([0], [BLOCK], [31])
+    drafting.prefill([0], [7], [20])
+    drafting.prefill([0], [BLOCK], [31])  # as of another request, which found the first block
     wanted = [passes_of(draft, row, 5) for row in range(2)]
     for roots in ROOTS:
         found = drafting.round(roots)
@@ -132,6 +135,18 @@ def test_a_dynamic_tree_of_single_children_is_a_chain(modules):
     assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
     assert [x.rounds for x in ours] == [x.rounds for x in theirs]
     assert max(max(x.rounds) for x in ours) > 2
+
+
+@pytest.mark.parametrize("tree", ["chain4", "d2_bf2", dynamic(6, 3, 2), {1: "chain1", 2: chain(0)}], ids=str)
+def test_rounds_may_be_recorded(tree):
+    """One of them also where a request leaves and the other has much to read before it drafts again."""
+    target, params = repeating_target(), [replace(GREEDY, max_tokens=length) for length in (20, 30, 40, 24)]
+    draft, most = trained_mtp(target, 100, modules=3), 2 if isinstance(tree, dict) else 3
+    eager, replayed = (Engine(target, draft, tree, max_batch_size=most) for _ in range(2))
+    wanted, found = eager.generate(PROMPTS, params), recorded(replayed).generate(PROMPTS, params)
+    assert [(x.token_ids, x.rounds) for x in found] == [(x.token_ids, x.rounds) for x in wanted]
+    assert max(max(x.rounds) for x in wanted) > 1
+    assert runner_of(replayed).graphs.drafting.made
 
 
 def test_what_was_drafted_is_read_again():

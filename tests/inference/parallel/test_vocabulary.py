@@ -163,6 +163,8 @@ def test_parts_make_up_a_draft_of_another_kind(made, kind):
         eagle = drafter_of(draft, target)
         if ranks is not None:
             eagle.divide(ranks)
+            fused = [each for name, each in eagle.draft.named_modules() if name.endswith("fc")]
+            assert all(each.weight.shape[1] * ranks.size == draft.config.fc_inputs for each in fused)
         forward = eagle.forward_of(1) if isinstance(eagle, Chained) else eagle.forward
         found = forward(tokens, eagle.draft.fuse(states), positions, packed_attention([[5], [5]]))
         return eagle.head.lm_head(eagle.readable(found))
