@@ -19,8 +19,8 @@ from eagle_train.inference.cache.paged_kv import PagedKV
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.models.target import Target
 
-_CLOSED = (str, bytes, int, float, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
-_CLOSED += (PagedKV, BlockEnds)  # caches
+_VALUES = (str, bytes, int, float, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
+_CLOSED = (*_VALUES, PagedKV, BlockEnds)  # not looked into
 
 
 def weight_bytes(drafter: Drafter, target: Target) -> int:
