@@ -106,7 +106,7 @@ def test_a_draft_that_is_right_is_accepted_to_the_end(alignment, monkeypatch):
     drafter, answer = drafter_of(engine), answers("llama")[0]
     place = {"at": 0}
 
-    def best(hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def best(hidden: torch.Tensor, count: int, allowed: None) -> tuple[torch.Tensor, torch.Tensor]:
         place["at"] += 1
         right = answer[place["base"] + place["at"]] if place["base"] + place["at"] < len(answer) else 0
         tokens = torch.tensor([right, (right + 1) % 96]).expand(1, hidden.shape[1], 2)
