@@ -301,16 +301,16 @@ def test_top_k_of_one_is_greedy(mode, trained):
 
 @pytest.mark.parametrize("drafting", ["greedy", "multinomial"])
 def test_verification_is_compiled_for_one_and_for_many_rows_only(drafting, trained, monkeypatch):
-    """Paper section 3.2: two compilations, and two more for top-p and top-k, all before the first request. Greedy
-    drafts' serve any tree, drawn drafts' have their own for each."""
+    """Paper section 3.2: two compilations, two more for top-p and top-k and two for min-p, all before the first
+    request. Greedy drafts' serve any tree, drawn drafts' have their own for each."""
     counter, compiled = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", partial(compiled, backend=counter))
     monkeypatch.setattr(threads, "LEAST_ELEMENTS", 0)  # what is compiled is so for one number of threads
     params = [
-        SamplingParams(1.0, top_p, seed=s, ignore_eos=True, max_tokens=4 + 3 * s)
-        for s, top_p in enumerate((1.0, 0.9, 1.0, 0.9, 1.0))
+        SamplingParams(1.0, top_p, min_p=min_p, seed=s, ignore_eos=True, max_tokens=4 + 3 * s)
+        for s, (top_p, min_p) in enumerate(((1.0, 0.0), (0.9, 0.0), (1.0, 0.0), (0.9, 0.0), (1.0, 0.1)))
     ]
-    for tree, number in (("chain3", 4), ("n8", 4 if drafting == "greedy" else 8)):
+    for tree, number in (("chain3", 6), ("n8", 6 if drafting == "greedy" else 12)):
         plain = Engine(shared_target(), trained, tree, drafting=drafting).generate(PROMPTS, params)
         engine = Engine(shared_target(), trained, tree, drafting=drafting, compile_sampling=True, max_batch_size=5)
         assert counter.frame_count == number
