@@ -146,7 +146,7 @@ def test_data_of_the_hub_stay_at_the_commit_that_a_build_began_with(made, tmp_pa
     commits, sort, sorted_before = [], datastore_writer.sorted_suffixes, []
 
     def pinned(data, known):
-        commits.append("aaa" if known is None else known("data.revision"))
+        commits.append(f"newest {len(commits)}" if known is None else known("data.revision"))
         data.revision = commits[-1]
 
     def stopped(tokens):
@@ -160,7 +160,7 @@ def test_data_of_the_hub_stay_at_the_commit_that_a_build_began_with(made, tmp_pa
     assert run(made, tmp_path / "index", "shard_tokens=250") == 130
     monkeypatch.setattr(datastore_writer, "sorted_suffixes", sort)
     assert run(made, tmp_path / "index", "shard_tokens=250") == 0
-    assert commits == ["aaa", "aaa"]
+    assert commits == ["newest 0", "newest 0"]
 
 
 def test_worker_processes_build_the_same(made, tmp_path, whole):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -136,11 +137,12 @@ def test_so_is_a_second_evaluation(tmp_path, capsys, main, out):
 
 
 def test_what_writes_nothing_or_to_a_stream_needs_no_lock(tmp_path, monkeypatch):
-    config = OmegaConf.create({"out": str(tmp_path / "one"), "plan": False})
-    with one_writer(tmp_path / "one", beside(tmp_path / "one")):
+    config, pipe = OmegaConf.create({"out": str(tmp_path / "one"), "plan": False}), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with one_writer(tmp_path / "one", beside(tmp_path / "one")), one_writer(pipe, beside(pipe)):
         with pytest.raises(UserError), evaluation._writing(config):
             pass
-        for changes in ({"plan": True}, {"out": ""}, {"out": "/dev/null"}):
+        for changes in ({"plan": True}, {"out": ""}, {"out": str(pipe)}):
             with evaluation._writing(OmegaConf.merge(config, changes)):
                 pass
         monkeypatch.setattr(distributed, "place", lambda: (1, 2))

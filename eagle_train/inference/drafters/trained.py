@@ -10,9 +10,9 @@ from eagle_train.models.target import Target
 
 def drafter_of(draft: Draft, target: Target, alignment: str = "accepted") -> Eagle:
     """What proposes with a draft of any kind. `alignment`: see `Eagle`. Raises UserError."""
-    made: type[Eagle] = Chained if draft.config.whole_passes > 1 else Eagle
-    if draft.config.at_once or draft.config.in_one_pass:
-        made = AllAtOnce if draft.config.at_once else OnePass
+    made: type[Eagle] = AllAtOnce if draft.config.at_once else OnePass if draft.config.in_one_pass else Eagle
+    if draft.config.whole_passes > 1:  # of other kinds one pass has all parameters
+        made = Chained
     return made(draft, target, alignment)
 
 
