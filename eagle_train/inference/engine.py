@@ -292,11 +292,13 @@ class Engine:
         seconds, self._round_began = None if self._round_began is None else now - self._round_began, now
         if self._adaptive is None:
             return
-        told = [
-            Told(sequence, gain.depth if sequence.drafter is not None else 0, len(gain.tokens) - 1)
-            for sequence, gain in zip(flight.sequences, gains, strict=True)
-            if gain.tokens
-        ]
+        told = []
+        if flight.plan is not self._plain:
+            told = [
+                Told(sequence, gain.depth if sequence.drafter is not None else 0, len(gain.tokens) - 1)
+                for sequence, gain in zip(flight.sequences, gains, strict=True)
+                if gain.tokens
+            ]
         seconds = None if flight.follows_prefill else seconds
         if seconds is not None:
             self._round_took = min(seconds, 1.05 * self._round_took)

@@ -24,6 +24,7 @@ _AS_GOOD = 0.97  # of the best drafts' tokens a second: the shallowest of those 
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which some are plain, so that their time is known, and known again
 _EVERY = 4  # rounds after which a choice is thought over, or earlier with another number of rows: thinking takes time
+_SETTLED = 8  # the same while nothing changes
 _TRY, _LONGEST_TRIAL = _EVERY, 32  # rounds of a trial, and of one that goes well
 _PROBE_FIRST, _PROBE_EVERY = 16, 256  # rounds after which a plan that may be the best is timed; between: doubled
 _PROBE = _EVERY  # rounds that it has
@@ -66,7 +67,8 @@ class Adaptive:
         self._unpaid = 0  # rounds since drafts were last expected to pay
         self._pays = True  # or nearly
         self._chosen = self._thought = 0  # _thought: when the choice was last thought over
-        self._considered = -1  # rows of that time
+        self._considered, self._again = -1, _EVERY  # rows of that time, and rounds until it is thought over again
+        self._told: list[tuple[list[Told], bool]] = []  # what rounds brought since, and whether they were of a trial
         self._probed, self._probe, self._probe_at = plain, 0, _PROBE_FIRST  # _probe: rounds that are left of timing it
 
     @property
@@ -82,6 +84,7 @@ class Adaptive:
     def _token_seconds(self, rows: int) -> tuple[float, float]:
         """Seconds that a token takes the engine without drafts, and if all rows have them, by what all requests
         accepted, and by the hope that a new one is a good one."""
+        self._learn()
         plans, new = self._plans(rows), [self.new()]
         tokens = self._promised(plans, [self._all] * rows, rows)
         drafted = [
@@ -107,16 +110,35 @@ class Adaptive:
         return self._taken(self._next)
 
     def _is_due(self, rows: int) -> bool:
-        return rows != self._considered or self._chosen - self._thought >= _EVERY
+        return rows != self._considered or self._chosen - self._thought >= self._again
 
     def _think(self, rows: Sequence[Row]) -> None:
         """Find the plan of the next rounds."""
-        plans = [self.plain, *self._plans(len(rows))]
+        self._learn()
         drafting = [row.acceptance for row in rows if row.drafter is not None and row.acceptance is not None]
-        elapsed, self._thought, self._considered = self._chosen - self._thought, self._chosen, len(rows)
-        for each in drafting:
-            self._note_spread(each, elapsed)
-        self._next = plans[self._best(plans, drafting, len(rows), elapsed) if drafting else 0]
+        elapsed, self._thought = self._chosen - self._thought, self._chosen
+        is_settled, self._considered, before = self._considered == len(rows), len(rows), self._next
+        self._next = self.plain
+        if drafting:
+            plans = [self.plain, *self._plans(len(rows))]
+            for each in drafting:
+                self._note_spread(each, elapsed)
+            self._next = plans[self._best(plans, drafting, len(rows), elapsed)]
+        is_settled = is_settled and self._next is before and self._trial == self._probe == 0
+        self._again = min(2 * self._again, _SETTLED) if is_settled else _EVERY
+
+    def _learn(self) -> None:
+        """Take in what rounds brought. Several at once take less time than each at its end, between rounds, for which
+        the processor's caches are cold."""
+        for told, is_trial in self._told:
+            if is_trial:
+                self._tried += len(told)
+                self._gained += sum(each.accepted for each in told if each.depth > 0)  # by drafts
+            for row, depth, accepted in told:
+                if depth > 0 and row.acceptance is not None:
+                    row.acceptance.add(depth, accepted)
+                    self._all.add(depth, accepted)
+        self._told.clear()
 
     def _note_spread(self, acceptance: Acceptance, rounds: int) -> None:
         """Follow how much requests differ from each other."""
@@ -157,20 +179,16 @@ class Adaptive:
         return math.sqrt(self._variance) * relative * sum(each.novelty for each in drafting)
 
     def observe(self, plan: TreePlan, told: list[Told], rows: int, seconds: float | None) -> bool:
-        """A round has ended; `seconds`: None where it is not known how long it took. Returns whether its rows lose
-        their drafters, as they do not pay."""
+        """A round has ended; `told`: of no use where `plan` is the plain one; `seconds`: None where it is not known how
+        long it took. Returns whether its rows lose their drafters, as they do not pay."""
+        has_drafts = plan is not self.plain
         if seconds is None:
             self._costs.unsettle()
         else:
-            in_part = plan is not self.plain and any(each.row.drafter is None for each in told)
+            in_part = has_drafts and any(each.row.drafter is None for each in told)
             self._costs.observe(plan, rows, seconds, in_part)
-        if self._is_trial and plan is not self.plain:
-            self._tried += len(told)
-            self._gained += sum(each.accepted for each in told if each.depth > 0)  # by drafts
-        for row, depth, accepted in told:
-            if depth > 0 and row.acceptance is not None:
-                row.acceptance.add(depth, accepted)
-                self._all.add(depth, accepted)
+        if has_drafts:
+            self._told.append((told, self._is_trial))
         is_trial = self._is_trial or self._trial > 0 or self._is_retry_due  # those that wait for it keep theirs
         return self.is_closed and self._unpaid % _CLOSES == 0 and not is_trial
 

@@ -8,10 +8,8 @@ DESIGN section 3.5. Knows nothing of plans, acceptance or tensors.
 from collections.abc import Callable
 
 _SIZES = 16  # of batches, by powers of two
-_KEPT, _RARE = (
-    1 - 1 / 512,
-    0.01,
-)  # what is kept of how often they came, in a round; the share of those that are left out
+_KEPT = 1 - 1 / 512  # of how often they came, in a round
+_RARE = 0.01  # the share of those that are left out
 _LEAST, _MUCH = 0.01, 0.03  # share of plain decoding's time that drafts must save to stay, and to come back
 _LOSS = 0.005  # share of plain decoding's time that trying again may take,
 _FIRST_GAP, _LAST_GAP = 8, 16  # and batches of requests without drafters that pass before, at least and at most
@@ -56,14 +54,24 @@ class Opening:
     def __init__(self, token_seconds: TokenSeconds, read_seconds: ReadSeconds):
         self._token_seconds, self._read_seconds = token_seconds, read_seconds
         self.lengths = Lengths()
-        self._rounds = [0.0] * _SIZES  # how many of the last ones had 1, from 2 on, from 4 on ... rows
+        self._rounds = [0.0] * _SIZES  # how many of the last ones had 1, from 2 on, from 4 on ... rows; without
+        self._alike, self._rows = 0, 1  # so many newest ones, which all had this many rows
         self._pays = True
         self._left = 0  # requests until drafts are tried again; below 0: as many have drafters
 
     def decoded(self, rows: int) -> None:
         """A round of so many rows."""
-        self._rounds = [share * _KEPT for share in self._rounds]
-        self._rounds[_place(rows)] += 1
+        if rows != self._rows:
+            self._count_rounds()
+            self._rows = rows
+        self._alike += 1
+
+    def _count_rounds(self) -> None:
+        """Bring `_rounds` up to date."""
+        kept = _KEPT**self._alike
+        self._rounds = [share * kept for share in self._rounds]
+        self._rounds[_place(self._rows)] += (1 - kept) / (1 - _KEPT)
+        self._alike = 0
 
     def opens(self, drafter: str, most: int, rows: int, may_try: bool) -> bool:
         """Whether the next request is to have its drafter.
@@ -83,6 +91,7 @@ class Opening:
 
     def _saved(self, drafter: str, most: int, rows: int) -> float:
         """The share of a request's time without drafts that these save, at the batch sizes of the last rounds."""
+        self._count_rounds()
         if not any(self._rounds):
             self._rounds[_place(rows)] = 1
         least = _RARE * sum(self._rounds)

@@ -346,18 +346,41 @@ def test_what_counts_is_how_long_requests_take():
     assert {adaptive.choose(rows).tree.max_depth for _ in range(16)} == {1}
 
 
-def test_a_choice_is_thought_over_every_fourth_round_and_with_another_number_of_rows(monkeypatch):
+def test_a_choice_is_thought_over_ever_less_often_and_with_another_number_of_rows(monkeypatch):
+    """After four rounds, then after eight, as long as nothing changes, and no plan is to be timed."""
     dispatcher, asked = Dispatcher(AutoTree((1, 2))), []
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], Machine(0.5, 1.0).once)
     adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
     rows = [Request(0.5, acceptance=adaptive.new()) for _ in range(4)]
     monkeypatch.setattr(dispatcher, "choices", lambda rows, own=dispatcher.choices: asked.append(rows) or own(rows))
-    for _ in range(40):
-        adaptive.choose(rows)
-    assert asked == [4] * 10
-    adaptive.choose(rows[:3])
-    adaptive.choose(rows[:2])
-    assert asked[10:] == [3, 2]
+    thinks = []
+    for number in [4] * 16 + [3] * 8 + [2]:
+        before = len(asked)
+        adaptive.choose(rows[:number])
+        thinks.append(len(asked) > before)
+    assert [place for place, thought in enumerate(thinks) if thought] == [0, 4, 12, 16, 20, 24]
+    assert asked == [4, 4, 4, 3, 3, 2]
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_what_rounds_brought_counts_before_the_next_choice_and_before_a_request_opens(opens):
+    """Though it is taken in for several rounds at once."""
+    dispatcher = Dispatcher(AutoTree((1, 2)))
+    costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], Machine(0.5, 1.0).once)
+    found = []
+    for accepts in (0, 2):
+        adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
+        row = Request(0.5, acceptance=adaptive.new())
+        for _ in range(3):
+            adaptive.choose([row])
+            adaptive.observe(dispatcher.choices(1)[1], [Told(row, 2, accepts)] * 40, 1, None)
+        assert adaptive.new().rates(1)[0] == pytest.approx(0.7, abs=0.05)  # not taken in yet
+        if opens:
+            found.append((adaptive.opens("one", 200, 1), adaptive.new().rates(1)[0] > 0.9))
+        else:
+            depths = [adaptive.choose([row]).tree.max_depth for _ in range(4)]
+            found.append((depths[-1] > 0, adaptive.new().rates(1)[0] > 0.9))
+    assert found == [(False, False), (True, True)]
 
 
 def test_a_plan_that_is_only_timed_does_not_stay():
