@@ -64,7 +64,8 @@ class Batch:
         there is no such round."""
         active, pending = self._seated, self.pending
         if in_flight is None:  # otherwise only the device knows how far the drafter is behind
-            pending = pending.narrow(max(each.num_known - each.num_computed for each in active))
+            counts = {each.num_known - each.num_computed for each in active}
+            pending = pending.narrow(max(counts), is_full=len(counts) == 1)
         lengths, blocks = [each.committed for each in active], [each.blocks for each in active]
         prefix = Prefix.of(lengths, blocks, self._device, pending.lengths)
         if in_flight is not None:

@@ -223,7 +223,9 @@ class Engine:
         # What may run out of memory comes before any change of state, so that the next step can retry.
         self._batch.add(
             sequences,
-            Pending(to_device(pending, hidden.device), hidden.unsqueeze(1), torch.ones_like(lengths), lengths),
+            Pending(
+                to_device(pending, hidden.device), hidden.unsqueeze(1), torch.ones_like(lengths), lengths, is_full=True
+            ),
         )
         self._scheduler.activate(sequences)
         for (sequence, first), is_finite in zip(pairs, finite, strict=True):

@@ -37,6 +37,8 @@ def commit(
     already. The result has each committed token, the accepted ones and then the target's own, with the hidden state of
     the token before it.
     """
+    if tree.num_nodes == 1:
+        return Pending(verified.next_token.unsqueeze(1), hidden, verified.node + 1, prefix.lengths + 1, is_full=True)
     accepted = verified.node  # int64 [A]: the number of accepted nodes; for a chain it is the node's number
     if suffix is not None:
         path = tree.paths_to(accepted)  # [A, P]; repeats the last accepted node; the next round overwrites those slots

@@ -37,13 +37,14 @@ class Pending:
 
     tokens int64 [A, P]; hidden [A, P, S]; counts int64 [A]: how many of a row's P are real, at least one; the rest is
     padding. A row's last real token is the pending token, which is in neither model's cache; lengths int64 [A]: the
-    number of tokens before it.
+    number of tokens before it. `is_full`: the host knows that nothing is padding, which saves kernels.
     """
 
     tokens: torch.Tensor
     hidden: torch.Tensor
     counts: torch.Tensor
     lengths: torch.Tensor
+    is_full: bool = False
 
     @cached_property
     def end(self) -> torch.Tensor:
@@ -53,7 +54,11 @@ class Pending:
     @property
     def last(self) -> torch.Tensor:
         """int64 [A, 1]: the pending token."""
-        return self.tokens.gather(1, self.end)
+        if not self.is_full:
+            return self.tokens.gather(1, self.end)
+        width = self.tokens.shape[1]
+        # A view's strides would be others in each round, for which a compiled forward would be compiled again.
+        return self.tokens if width == 1 else self.tokens.narrow_copy(1, width - 1, 1)
 
     @property
     def draft_lengths(self) -> torch.Tensor:
@@ -62,7 +67,8 @@ class Pending:
 
     def rows(self, order: torch.Tensor | slice) -> "Pending":
         """The rows `order`, in this order."""
-        return Pending(self.tokens[order], self.hidden[order], self.counts[order], self.lengths[order])
+        parts = (self.tokens[order], self.hidden[order], self.counts[order], self.lengths[order])
+        return Pending(*parts, is_full=self.is_full)
 
     def newest(self, counts: torch.Tensor, most: int) -> "Pending":
         """The last `counts` int64 [A] real tokens of each row, from 1 to `most` of them."""
@@ -73,18 +79,23 @@ class Pending:
 
     def append_token(self, newer: "Pending") -> "Pending":
         """These, and then the one token of each row that a round without drafts committed."""
+        if self.is_full:
+            both = [torch.cat(pair, 1) for pair in ((self.tokens, newer.tokens), (self.hidden, newer.hidden))]
+            return Pending(*both, self.counts + 1, newer.lengths, is_full=True)
         place = self.counts.unsqueeze(1)
         tokens = F.pad(self.tokens, (0, 1)).scatter(1, place, newer.tokens)
         hidden = F.pad(self.hidden, (0, 0, 0, 1))
         hidden = hidden.scatter(1, place.unsqueeze(2).expand_as(newer.hidden), newer.hidden)
         return Pending(tokens, hidden, self.counts + 1, newer.lengths)
 
-    def narrow(self, width: int) -> "Pending":
+    def narrow(self, width: int, is_full: bool) -> "Pending":
         """The same with P = `width`; no row may have more real tokens."""
-        if width == self.tokens.shape[1]:
+        if (width, is_full) == (self.tokens.shape[1], self.is_full):
             return self
-        tokens, hidden = (x.narrow_copy(1, 0, width) for x in (self.tokens, self.hidden))
-        return replace(self, tokens=tokens, hidden=hidden)
+        tokens, hidden = self.tokens, self.hidden
+        if width < tokens.shape[1]:
+            tokens, hidden = (x.narrow_copy(1, 0, width) for x in (tokens, hidden))
+        return replace(self, tokens=tokens, hidden=hidden, is_full=is_full)
 
     def with_rows(self, rows: list[int], other: "Pending") -> "Pending":
         """These, with the other's as the rows `rows`."""
@@ -97,10 +108,11 @@ class Pending:
     def concat_rows(self, other: "Pending") -> "Pending":
         """These rows, then the other's."""
         width = max(self.tokens.shape[1], other.tokens.shape[1])
+        is_full = all(x.is_full and x.tokens.shape[1] == width for x in (self, other))
         tokens = [F.pad(x.tokens, (0, width - x.tokens.shape[1])) for x in (self, other)]
         hidden = [F.pad(x.hidden, (0, 0, 0, width - x.hidden.shape[1])) for x in (self, other)]
         rows = [torch.cat(pair) for pair in ((self.counts, other.counts), (self.lengths, other.lengths))]
-        return Pending(torch.cat(tokens), torch.cat(hidden), *rows)
+        return Pending(torch.cat(tokens), torch.cat(hidden), *rows, is_full=is_full)
 
 
 @dataclass(frozen=True)
