@@ -9,7 +9,8 @@ from operator import mul
 
 _PRIOR = 0.7  # a draft is accepted so often where the one above it is, as long as nothing is known
 _MOST = 0.98  # what is believed of a draft, at most
-_TRUST = 12.0  # drafts that count as much as what is believed before
+_TRUST = 12.0  # drafts that count as much as what is believed before,
+_LEAST_TRUST = 2.0  # and where requests differ much
 _TRUST_OF_SEEN = 6.0  # drafts that count as much as what was seen before a doubt
 _FORGOTTEN = 1 / 8  # of the way back to the prior: how far a doubt moves what is believed
 
@@ -23,6 +24,7 @@ class Acceptance:
 
     def __init__(self, memory: float, before: "Acceptance | None" = None):
         self._keep, self._before = 1 - 1 / memory, before
+        self._trust = _TRUST  # of each request in these, those of all
         self._rates: list[float] = []  # those of all requests, as long as they stand
         self._doubted: list[float] = []  # what is believed since the last doubt, by depth
         self._accepted: list[float] = []
@@ -34,9 +36,19 @@ class Acceptance:
         return self._tried[0] if self._tried else 0.0
 
     @property
+    def seen(self) -> float:
+        """The share of drafts at depth 1 that were accepted, of those that count; there must be some."""
+        return self._accepted[0] / self._tried[0]
+
+    @property
     def novelty(self) -> float:
         """From 1, where nothing was seen, to 0: the weight of what is believed."""
-        return _TRUST / (self.rounds + _TRUST)
+        return self._trusts / (self.rounds + self._trusts)
+
+    @property
+    def _trusts(self) -> float:
+        """Drafts that count as much as what is believed before."""
+        return self._before._trust if self._before else _TRUST
 
     def add(self, depth: int, accepted: int) -> None:
         """A round whose drafts were `depth` deep, and accepted down to `accepted`."""
@@ -47,6 +59,12 @@ class Acceptance:
         for place in range(min(depth, accepted + 1)):
             self._tried[place] = self._tried[place] * self._keep + 1
             self._accepted[place] = self._accepted[place] * self._keep + (place < accepted)
+
+    def trust_by(self, variance: float) -> None:
+        """Of all requests: the share at depth 1 has this variance over them. They are then believed to be as a Beta
+        distribution of that mean and variance has them, which counts for so many drafts of a request."""
+        mean = self.rates(1)[0]
+        self._trust = min(_TRUST, max(_LEAST_TRUST, mean * (1 - mean) / max(variance, 1e-9) - 1))
 
     def doubt(self) -> None:
         """Let what is seen next count for more. What was seen is still what is believed, almost."""
@@ -61,7 +79,7 @@ class Acceptance:
         believed = self._before.rates(depth) if self._before else []
         rates: list[float] = []
         for place in range(depth):
-            before, trust = rates[-1] if rates else _PRIOR, _TRUST
+            before, trust = rates[-1] if rates else _PRIOR, self._trusts
             if place < len(self._doubted):
                 before, trust = self._doubted[place], _TRUST_OF_SEEN
             if believed:

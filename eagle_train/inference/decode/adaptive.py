@@ -23,8 +23,8 @@ _BETTER = 1.03  # a change takes time too
 _AS_GOOD = 0.97  # of the best drafts' tokens a second: the shallowest of those are taken
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which some are plain, so that their time is known, and known again
-_EVERY = 4  # rounds after which a choice is thought over, or earlier with another number of rows: thinking takes time
-_SETTLED = 8  # the same while nothing changes
+_EVERY = 4  # rounds after which a choice is thought over, or earlier with other rows: thinking takes time
+_SETTLED = 16  # the same while nothing changes
 _TRY, _LONGEST_TRIAL = _EVERY, 32  # rounds of a trial, and of one that goes well
 _PROBE_FIRST, _PROBE_EVERY = 16, 256  # rounds after which a plan that may be the best is timed; between: doubled
 _PROBE = _EVERY  # rounds that it has
@@ -32,7 +32,7 @@ _MAY = 2.0  # standard deviations of a plan's time, by the current one's: so far
 _CLOSES = 48  # plain rounds in a row, after which requests lose their drafters
 _OF_REQUEST, _OF_ALL = 96, 600  # rounds that acceptance remembers
 _FADES, _RISES = 0.99, 1.05  # what hope is multiplied by in a round
-_KNOWN = 8  # rounds after which a request's acceptance is known well enough to be compared
+_KNOWN = 3  # rounds after which a request's acceptance is known well enough to be compared
 
 
 class Row(Protocol):
@@ -67,7 +67,8 @@ class Adaptive:
         self._unpaid = 0  # rounds since drafts were last expected to pay
         self._pays = True  # or nearly
         self._chosen = self._thought = 0  # _thought: when the choice was last thought over
-        self._considered, self._again = -1, _EVERY  # rows of that time, and rounds until it is thought over again
+        self._considered: tuple[int, Row | None] = 0, None  # rows of that time, and the one that came last
+        self._again = _EVERY  # rounds until it is thought over again
         self._told: list[tuple[list[Told], bool]] = []  # what rounds brought since, and whether they were of a trial
         self._probed, self._probe, self._probe_at = plain, 0, _PROBE_FIRST  # _probe: rounds that are left of timing it
 
@@ -101,7 +102,7 @@ class Adaptive:
 
     def choose(self, rows: Sequence[Row]) -> TreePlan:
         """The plan of the next round."""
-        if self._is_due(len(rows)):
+        if self._is_due(rows):
             self._think(rows)
         self._chosen += 1
         self.opening.decoded(len(rows))
@@ -109,23 +110,28 @@ class Adaptive:
             return self.plain
         return self._taken(self._next)
 
-    def _is_due(self, rows: int) -> bool:
-        return rows != self._considered or self._chosen - self._thought >= self._again
+    def _is_due(self, rows: Sequence[Row]) -> bool:
+        return self._chosen - self._thought >= self._again or self._are_others(rows)
+
+    def _are_others(self, rows: Sequence[Row]) -> bool:
+        """Whether requests have come or gone since the choice was thought over. New ones are the last rows."""
+        number, newest = self._considered
+        return len(rows) != number or rows[-1] is not newest
 
     def _think(self, rows: Sequence[Row]) -> None:
         """Find the plan of the next rounds."""
         self._learn()
         drafting = [row.acceptance for row in rows if row.drafter is not None and row.acceptance is not None]
         elapsed, self._thought = self._chosen - self._thought, self._chosen
-        is_settled, self._considered, before = self._considered == len(rows), len(rows), self._next
-        self._next = self.plain
+        are_others, before = self._are_others(rows), self._next
+        self._considered, self._next = (len(rows), rows[-1]), self.plain
         if drafting:
             plans = [self.plain, *self._plans(len(rows))]
             for each in drafting:
                 self._note_spread(each, elapsed)
             self._next = plans[self._best(plans, drafting, len(rows), elapsed)]
-        is_settled = is_settled and self._next is before and self._trial == self._probe == 0
-        self._again = min(2 * self._again, _SETTLED) if is_settled else _EVERY
+        changes = are_others or self._next is not before or self._trial > 0 or self._probe > 0
+        self._again = _EVERY if changes else min(2 * self._again, _SETTLED)
 
     def _learn(self) -> None:
         """Take in what rounds brought. Several at once take less time than each at its end, between rounds, for which
@@ -143,8 +149,11 @@ class Adaptive:
     def _note_spread(self, acceptance: Acceptance, rounds: int) -> None:
         """Follow how much requests differ from each other."""
         if acceptance.rounds >= _KNOWN:
-            off = acceptance.rates(1)[0] - self._all.rates(1)[0]
-            self._variance += (off * off - self._variance) * min(1.0, rounds / _OF_ALL)
+            mean = self._all.rates(1)[0]
+            by_chance = mean * (1 - mean) / acceptance.rounds  # of requests that are alike
+            variance = (acceptance.seen - mean) ** 2 - by_chance
+            self._variance += (variance - self._variance) * min(1.0, rounds / _OF_ALL)
+            self._all.trust_by(self._variance)
 
     def _plans(self, rows: int) -> list[TreePlan]:
         """The plans with drafts that such a batch may have."""

@@ -1,5 +1,6 @@
 """Which tree a round gets where it goes by acceptance and cost: a simulated engine, against the best fixed choice."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -80,9 +81,15 @@ def rate(machine: Machine, alphas: list[float], depth: int) -> float:
     return tokens / machine.mean(TreePlan(chain(depth)), len(alphas))
 
 
-def run(machine: Machine, alphas: list[float], lengths: tuple[int, ...] = LENGTHS, rounds: int = ROUNDS) -> float:
+def run(
+    machine: Machine,
+    alphas: list[float],
+    lengths: tuple[int, ...] = LENGTHS,
+    rounds: int = ROUNDS,
+    following: Callable[[float], float] = lambda alpha: alpha,
+) -> float:
     """Tokens a ms (of mean times) that the choice brings, over the best fixed one's. Requests end after 200 tokens, and
-    others like them follow."""
+    others follow, like them or as `following` says."""
     dispatcher = Dispatcher(AutoTree(lengths))
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1, 2, 4, 8, 16], machine.at_the_start)
     adaptive = Adaptive(dispatcher, PLAIN, costs, no_reading)
@@ -104,7 +111,8 @@ def run(machine: Machine, alphas: list[float], lengths: tuple[int, ...] = LENGTH
         if adaptive.observe(plan, told, len(rows), machine.once(plan, len(rows), place / rounds)):
             for row in rows:
                 row.drafter = None
-        rows = [row if row.left > 0 else arrives(row.alpha) for row in rows]
+        ended = [row for row in rows if row.left <= 0]
+        rows = [row for row in rows if row.left > 0] + [arrives(following(row.alpha)) for row in ended]
     return tokens / took / max(rate(machine, alphas, depth) for depth in (0, *lengths))
 
 
@@ -133,6 +141,32 @@ def test_times_that_were_far_off_at_the_start_are_soon_found_out(skew):
 def test_a_gate_costs_at_most_2_percent(alphas, machine):
     """Against the better of a chain of three and no drafts, for noise, and for drafts that are right for half."""
     assert run(Machine(*machine), alphas, lengths=(3,), rounds=12_000) > 0.98
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_where_requests_differ_each_soon_has_what_is_best_for_it(seed):
+    """Every second one has good drafts: they bring more than no drafts for all, which is the best fixed choice."""
+    machine = Machine(0.3, 2.8, jitter=0.05, random=Random(seed))
+    of_good_ones = run(machine, [0.8], lengths=(3,), following=lambda alpha: 0.8 - alpha)
+    plain = rate(machine, [0.8], 0) / rate(machine, [0.8], 3)
+    assert of_good_ones > 1.15 * plain
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_how_much_requests_differ_is_found_out(monkeypatch, rows):
+    """What few drafts of each say by chance is left out."""
+    found = []
+    for alphas in ((0.6, 0.6), (0.8, 0.0)):
+        seen, trust_by = list[float](), Acceptance.trust_by
+        monkeypatch.setattr(
+            Acceptance, "trust_by", lambda self, x, own=trust_by, seen=seen: seen.append(x) or own(self, x)
+        )
+        both = dict(zip(alphas, reversed(alphas), strict=True))
+        run(Machine(0.02, 0.3), [alphas[0]] * rows, lengths=(3,), rounds=4_000, following=both.__getitem__)
+        monkeypatch.undo()
+        found.append(sum(seen[len(seen) // 2 :]) / len(seen[len(seen) // 2 :]))
+    assert found[0] == pytest.approx(0, abs=0.005)
+    assert found[1] > 0.1
 
 
 def test_what_becomes_better_is_found_and_what_becomes_worse_is_left():
@@ -346,7 +380,7 @@ def test_what_counts_is_how_long_requests_take():
     assert {adaptive.choose(rows).tree.max_depth for _ in range(16)} == {1}
 
 
-def test_a_choice_is_thought_over_ever_less_often_and_with_another_number_of_rows(monkeypatch):
+def test_a_choice_is_thought_over_ever_less_often_and_with_other_rows(monkeypatch):
     """After four rounds, then after eight, as long as nothing changes, and no plan is to be timed."""
     dispatcher, asked = Dispatcher(AutoTree((1, 2))), []
     costs = RoundCosts([PLAIN, *dispatcher.choices(1)], [1], Machine(0.5, 1.0).once)
@@ -354,12 +388,12 @@ def test_a_choice_is_thought_over_ever_less_often_and_with_another_number_of_row
     rows = [Request(0.5, acceptance=adaptive.new()) for _ in range(4)]
     monkeypatch.setattr(dispatcher, "choices", lambda rows, own=dispatcher.choices: asked.append(rows) or own(rows))
     thinks = []
-    for number in [4] * 16 + [3] * 8 + [2]:
+    for batch in [rows] * 16 + [rows[:3]] * 7 + [rows[1:]] * 2:
         before = len(asked)
-        adaptive.choose(rows[:number])
+        adaptive.choose(batch)
         thinks.append(len(asked) > before)
-    assert [place for place, thought in enumerate(thinks) if thought] == [0, 4, 12, 16, 20, 24]
-    assert asked == [4, 4, 4, 3, 3, 2]
+    assert [place for place, thought in enumerate(thinks) if thought] == [0, 4, 12, 16, 20, 23]
+    assert asked == [4, 4, 4, 3, 3, 3]
 
 
 @pytest.mark.parametrize("opens", [False, True])
