@@ -154,7 +154,7 @@ def _looks(module: Any, own: Any, name: str, reads_embedding: bool) -> tuple[str
             return cause, "; the weight is transposed"
         if _relative(found.roll(half, 1), right) < 0.02:
             return cause, "; the halves of the weight's columns are swapped"
-    if name == "fc" and reads_embedding and _relative(found[:, half:], right[:, half:]) < 0.02:
+    if name.rpartition(".")[2] == "fc" and reads_embedding and _relative(found[:, half:], right[:, half:]) < 0.02:
         scale = _scale(found[:, :half], right[:, :half])
         how = f"multiplied by {scale:.3g}" if scale else "others"
         return "embedding", f"; the weight's columns for the embedding are {how}"

@@ -5,7 +5,7 @@ what a change gains.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -68,11 +68,11 @@ def _flags(draft: Draft) -> Iterator[Variant]:
 def _norms(target: Target, draft: Draft) -> Iterator[Variant]:
     """A norm at the draft's end."""
     final = getattr(decoder_of(target.model), "norm", None)
-    own = getattr(draft, "norm", None)
-    if own is not None and not isinstance(own, nn.Identity):
-        yield Variant("norm", "the draft's final norm left out", _replaced(draft, "norm", nn.Identity()))
-    elif own is not None and final is not None:
-        made = _replaced(draft, "norm", copy.deepcopy(final).float())
+    own = {name: module for name, module in draft.named_modules() if name.rpartition(".")[2] == "norm"}
+    if own and not any(isinstance(module, nn.Identity) for module in own.values()):
+        yield Variant("norm", "the draft's final norm left out", _replaced(draft, own, nn.Identity()))
+    elif own and final is not None:
+        made = _replaced(draft, own, copy.deepcopy(final).float())
         yield Variant("norm", "the target's final norm at the draft's end", made)
 
 
@@ -97,14 +97,11 @@ def _vocabularies(target: Target, draft: Draft) -> Iterator[Variant]:
 def _matrices(draft: Draft) -> Iterator[Variant]:
     """Matrices that converters swap or turn: halves of fc, the order of fused layers, gate and up, square ones."""
     modules = dict(draft.named_modules())
-    fc = modules.get("fc")
-    if isinstance(fc, nn.Linear):
-        parts = fc.weight.split(draft.config.hidden_size, dim=1)
-        yield Variant(
-            "tensor", "the parts of fc in the reverse order", _weighing(draft, {"fc": torch.cat(parts[::-1], 1)})
-        )
     for name, module in modules.items():
         weight = getattr(module, "weight", None)
+        if name.rpartition(".")[2] == "fc" and isinstance(module, nn.Linear):
+            parts = torch.cat(module.weight.split(draft.config.hidden_size, dim=1)[::-1], 1)
+            yield Variant("tensor", f"the parts of {name} in the reverse order", _weighing(draft, {name: parts}))
         if name.endswith("o_proj") and weight is not None and weight.shape[0] == weight.shape[1]:
             yield Variant("tensor", f"{name} transposed", _weighing(draft, {name: weight.t()}))
         if name.endswith(".gate_proj"):
@@ -121,7 +118,9 @@ def _weighing(draft: Draft, weights: dict[str, Any]) -> Draft:
     return made
 
 
-def _replaced(draft: Draft, name: str, module: nn.Module) -> Draft:
+def _replaced(draft: Draft, names: Iterable[str], module: nn.Module) -> Draft:
+    """A copy with this module in the place of each of these."""
     made = copy.deepcopy(draft)
-    setattr(made, name, module)
+    for name in names:
+        made.set_submodule(name, module)
     return made

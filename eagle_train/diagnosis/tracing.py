@@ -31,10 +31,11 @@ _POSITION, _EMBEDDING, _HIDDEN = "position", "token embedding", "hidden state"
 @dataclass
 class Recorded:
     """A forward of the draft: by stage what it computed at each of its tokens, [T, ...]. `end`: of its tokens the last
-    one that is read, None where all are."""
+    one that is read, None where all are; `module`: which one of a chain's, 0 the first."""
 
     stages: dict[str, torch.Tensor] = field(default_factory=dict)
     end: int | None = None
+    module: int = 0
 
     @property
     def count(self) -> int:
@@ -50,11 +51,12 @@ def recording(draft: Draft) -> Iterator[list[Recorded]]:
 
     def before(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         embeddings, hidden, positions, attend, wanted = (*given, *[None] * (5 - len(given)))[:5]
-        calls.append(call := Recorded())
+        calls.append(call := Recorded(module=named.get("module", 0)))
         if positions is not None:
             call.stages[_POSITION] = positions[0, :, None].double()
             call.stages[_EMBEDDING] = embeddings[0]
-        fused = draft.fuse(torch.cat((hidden[..., : draft.config.hidden_size], hidden), -1)) if named else hidden
+        fuses = named.get("fuses", False)
+        fused = draft.fuse(torch.cat((hidden[..., : draft.config.hidden_size], hidden), -1)) if fuses else hidden
         call.stages[_HIDDEN] = fused[0]
         if wanted is not None and wanted.numel():
             call.end = int(wanted[0, 0])
@@ -86,22 +88,24 @@ def parting(target: Target, draft: Draft, part: Part, text: Text, said: str) -> 
     """The first stage of the first token at which engine and training graph differ on an answer. `said`: what differs
     in the rounds. `part`: of this text alone."""
     with recording(draft) as calls:
-        draft.unrolled(draft, part.rows(), 1)
-    (right,) = calls
+        draft.unrolled(draft, part.rows(), draft.config.whole_passes)
+    by_module = {call.module: call for call in calls}
     bound = _EXPLAINED[target.dtype]
     for index, call, place in _slots(target, draft, text):
-        if not max(1, draft.config.first_slot) <= index < right.count:
+        right = by_module[call.module]
+        if not max(1, draft.config.first_slot_of(call.module)) <= index < right.count:
             continue
         for stage in right.stages:
             own, found = right.stages[stage][index].double(), call.stages[stage][place].double()
             if (own - found).norm() > bound * own.norm().clamp(min=1e-30):
-                return _told(stage, text, index, found, own, said)
+                return _told(stage, call.module, text, index, found, own, said)
     return _of_chain(target, draft, text, said)
 
 
 def _slots(target: Target, draft: Draft, text: Text) -> Iterator[tuple[int, Recorded, int]]:
     """The slots of committed tokens that our engine computes, with chains of one token: the token's place in the text,
-    the forward, and the place in that. A draft without a cache has one for each round, that of the pending token."""
+    the forward, and the place in that. A draft without a cache has one for each round, that of the pending token. Else
+    the prompt is read, and then what each round committed, by one module after the other where there are several."""
     calls, output = _served(target, draft, text, 1)
     if draft.config.at_once:
         pending = len(text.prompt)
@@ -109,28 +113,32 @@ def _slots(target: Target, draft: Draft, text: Text) -> Iterator[tuple[int, Reco
             yield pending, call, call.count - 1
             pending += committed
         return
-    index = 0
-    for call in calls:
-        for place in range(call.count):
-            yield index, call, place
-            index += 1
+    modules, counts = draft.config.whole_passes, [len(text.prompt), 1, *output.rounds]
+    for number, call in enumerate(calls):
+        first, count = sum(counts[: number // modules]), counts[number // modules]
+        for place in range(count):
+            yield first + place, call, place
 
 
-def _told(stage: str, text: Text, index: int, found: torch.Tensor, own: torch.Tensor, said: str) -> Finding:
+def _told(
+    stage: str, module: int, text: Text, index: int, found: torch.Tensor, own: torch.Tensor, said: str
+) -> Finding:
     off = ((found - own).norm() / own.norm().clamp(min=1e-30)).item()
-    where = f"{said} First divergence at token {index} (id {text.tokens[index]}), {stage}: "
+    inside = f"module {module + 1}, " if module else ""
+    where = f"{said} First divergence at token {index} (id {text.tokens[index]}), {inside}{stage}: "
     if stage == _POSITION:
         return Finding("positions", f"{where}the engine has position {int(found)}, training {int(own)}.")
     turned = abs((found.norm() / own.norm().clamp(min=1e-30)).item() - 1) < 1e-3
-    is_turned = turned and stage.startswith("layer 0") and stage.endswith(("queries", "keys"))
-    cause = "rope" if is_turned else {_EMBEDDING: "embedding", _HIDDEN: "layer"}.get(stage, "engine")
+    is_turned = turned and stage.startswith(f"layer {module},") and stage.endswith(("queries", "keys"))
+    of_what_is_fed = {_EMBEDDING: "embedding", _HIDDEN: "engine" if module else "layer"}
+    cause = "rope" if is_turned else of_what_is_fed.get(stage, "engine")
     return Finding(cause, f"{where}{off:.0%} off{', turned by another angle' if is_turned else ''}.")
 
 
 def _of_chain(target: Target, draft: Draft, text: Text, said: str) -> Finding:
     """Of a draft whose first forward of each round is right: the positions of the second token of its chains."""
     equal = f"{said} The forward over committed tokens is the same in both"
-    if draft.config.at_once or draft.config.in_one_pass:
+    if draft.config.at_once or draft.config.in_one_pass or draft.config.whole_passes > 1:
         return Finding("engine", f"{equal}; what is proposed from it is not.")
     (calls, _), index = _served(target, draft, text, 2), 0
     while calls and index < len(text.prompt):

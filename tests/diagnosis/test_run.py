@@ -2,8 +2,11 @@
 
 import copy
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from eagle_train.diagnosis import learning, reading, replay, run
 from eagle_train.diagnosis.files import file_findings
 from eagle_train.diagnosis.report import summary
 from eagle_train.drafts import planned_config
+from eagle_train.inference.cache.block_ends import LastStates
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.drafters.eagle import Eagle
 from eagle_train.inference.drafters.growing import Nodes
@@ -345,6 +349,42 @@ def test_a_fault_of_the_engine_is_found(monkeypatch, planted):
     found = examined(PLACE / "eagle")
     assert causes(found)[0] == cause
     assert said in found.findings[0].measured
+
+
+def chained(place: Path, change: Callable = as_it_is) -> Path:
+    """A draft of two modules, which are the same one."""
+    one = load_draft(PLACE / "mtp")
+    made, own = replace(one.config, modules=2).module(), one.state_dict()
+    for name, tensor in one.state_dict().items():
+        own[name.replace("layers.0", "layers.1") if name.startswith("layers") else f"further.0.{name}"] = tensor
+    made.load_state_dict(own)
+    with torch.no_grad():
+        change(made.further[0])
+    return save_draft(made, place, read_artifact(PLACE / "mtp").target, dtype=torch.float32)
+
+
+def test_a_wrong_convention_of_a_later_module_is_found(tmp_path):
+    found = examined(chained(tmp_path / "draft", swapped))
+    assert causes(found) == ["tensor"]
+    assert "With the parts of further.0.fc in the reverse order" in found.findings[0].measured
+
+
+def test_an_embedding_of_a_later_module_is_told_by_the_columns(tmp_path):
+    def louder(tensors: dict) -> None:
+        tensors["further.0.fc.weight"][:, :HALF] *= 8
+
+    trained = chained(tmp_path / "trained")
+    broken = rewritten(shutil.copytree(trained, tmp_path / "broken"), louder)
+    assert causes(examined(broken, trained=str(trained)))[0] == "embedding"
+
+
+def test_a_fault_of_the_engine_in_a_later_module_is_found(tmp_path, monkeypatch):
+    """States of the module before that are not those at the token before."""
+    own = LastStates.before
+    monkeypatch.setattr(LastStates, "before", lambda self, prefix: torch.ones_like(own(self, prefix)))
+    (first, *_) = examined(chained(tmp_path / "draft")).findings
+    assert first.cause == "engine"
+    assert re.search(r"First divergence at token \d+ \(id \d+\), module 2, hidden state: \d+% off", first.measured)
 
 
 @pytest.mark.parametrize("batch_size", [2, 64])
