@@ -226,6 +226,23 @@ def test_names_and_outputs_are_looked_at_too(home, target, tmp_path):
         check_names(out, read_artifact(out))
 
 
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (partial(tiny_mtp, modules=3), "further.1.fc.weight"),
+        (partial(tiny_peagle, steps=3), "mask_hidden"),
+        (partial(tiny_medusa, heads=3), "layers.2.mlp.0.bias"),
+    ],
+)
+def test_outputs_of_all_passes_are_looked_at(home, target, tmp_path, made, name):
+    trained, wrong = made(target), made(target)
+    with torch.no_grad():
+        wrong.get_parameter(name).add_(0.5)
+    about = replace(read_artifact(home / "eagle1"), draft=wrong.config)
+    with pytest.raises(AssertionError, match="outputs are"):
+        write_artifact(about, wrong, tmp_path / "a", "", lambda at: verify(at, about, wrong, trained))
+
+
 def test_a_full_disk_leaves_nothing(home, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -12,9 +12,9 @@ from torch import nn
 from eagle_train.artifacts import layouts
 from eagle_train.artifacts.format import Artifact, load_draft, read_tensors
 from eagle_train.artifacts.tensors import file_tensors
-from eagle_train.drafts import Draft
+from eagle_train.drafts import Draft, TargetStates
+from eagle_train.drafts.kind import Rows
 from eagle_train.models.draft_quantisation import quant_of
-from eagle_train.ops.attention import packed_attention
 from eagle_train.ops.linear import QuantisedLinear
 
 _SAMPLE = 32  # slots
@@ -74,14 +74,16 @@ def _rounded(trained: Draft, dtype: torch.dtype) -> Draft:
 
 
 def _outputs(draft: Draft) -> torch.Tensor:
-    """States [1, _SAMPLE, W] for fixed random embeddings and target's states, and logits of LM heads of its own."""
-    width, parts = draft.config.hidden_size, 2 + len(draft.config.target_layers)
-    embeddings, states = _noise(1, _SAMPLE, parts * width).split((width, (parts - 1) * width), dim=-1)
-    given = draft.eval().fuse(states), torch.arange(_SAMPLE)[None], packed_attention([[_SAMPLE]])
-    found = draft(embeddings, *given)
-    heads = [draft.own_head(level) for level in range(draft.config.own_heads)]
-    read = draft.read(found).chunk(max(1, len(heads)), dim=-1)
-    return torch.cat((found, *(head(each) for head, each in zip(heads, read, strict=False) if head)), dim=-1)
+    """States [1, _SAMPLE, W] in the passes that all parameters take part in, side by side, for fixed random embeddings
+    and target's states, and logits of LM heads of its own."""
+    config, width = draft.config, draft.config.hidden_size
+    embeddings, states = _noise(1, _SAMPLE, (2 + len(config.target_layers)) * width).tensor_split((width,), dim=-1)
+    target, places = TargetStates.split(states, config.target_layers), torch.arange(_SAMPLE)[None]
+    rows = Rows(embeddings, target, places, [[_SAMPLE]], lambda tokens: _noise(*tokens.shape, width))
+    found = draft.eval().unrolled(draft, rows, config.levels or config.whole_passes)
+    heads = [draft.own_head(level) for level in range(config.own_heads)]
+    logits = [head(draft.read(each)) for head, each in zip(heads, found, strict=False) if head]
+    return torch.cat((*found, *logits), dim=-1)
 
 
 def _noise(*shape: int) -> torch.Tensor:
