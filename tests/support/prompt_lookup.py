@@ -24,6 +24,7 @@ class PromptLookup(Drafter):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         before: torch.Tensor | None,
+        counts: list[int],
     ) -> None:
         self.cache.memory[0][0, prefix.slots(positions)] = tokens[:, :, None, None]
 
@@ -52,7 +53,7 @@ class Unread(PromptLookup):
         super().__init__()
         self.token = token
 
-    def prefill(self, prefix, tokens, positions, hidden, before):
+    def prefill(self, prefix, tokens, positions, hidden, before, counts):
         if (tokens == self.token).any():
             raise ValueError("cannot read this")
-        super().prefill(prefix, tokens, positions, hidden, before)
+        super().prefill(prefix, tokens, positions, hidden, before, counts)

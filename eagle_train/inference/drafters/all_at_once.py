@@ -119,6 +119,7 @@ class AllAtOnce(ByLevels):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         before: torch.Tensor | None,
+        counts: list[int],
     ) -> None:
         """Nothing is kept of prompts."""
 

@@ -160,7 +160,7 @@ class Chained(Eagle):
         """`forward_of` it, compiled where it was."""
         return (self.compiled_modules[module] if self.compiled_modules else self.forward_of(module))(*given)
 
-    def prefill_counted(
+    def prefill(
         self,
         prefix: Prefix,
         tokens: torch.Tensor,

@@ -105,6 +105,7 @@ class DraftModel(Growing[Nodes]):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         before: torch.Tensor | None,
+        counts: list[int],
     ) -> None:
         self.forward(tokens, positions, self.cache.extend(prefix, positions))
 

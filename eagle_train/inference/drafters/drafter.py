@@ -288,25 +288,13 @@ class Drafter:
         positions: torch.Tensor,
         hidden: torch.Tensor,
         before: torch.Tensor | None,
+        counts: list[int],
     ) -> None:
         """Prefill prompts, or chunks of them, after their prefixes: tokens int64 [A, T], padded on the right; positions
         int64 [A, T]; hidden [A, T, S]: the target's states at the tokens; before [A, S]: those at the prefixes' last
-        tokens, None if all prefixes are empty.
+        tokens, None if all prefixes are empty; counts: how many of each row's T tokens are real.
 
         Where this, `propose` or `rewind` raises, it is called again for each half of the rows."""
-
-    def prefill_counted(
-        self,
-        prefix: Prefix,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        before: torch.Tensor | None,
-        counts: list[int],
-    ) -> None:
-        """What the engine calls: `prefill`, in place of which a drafter defines this if it must know how many of the T
-        tokens of each row are real, `counts`."""
-        self.prefill(prefix, tokens, positions, hidden, before)
 
     def propose(self, round: DraftRound) -> Drafted:
         """A tree for each row. The drafter writes its keys and values of `pending.tokens` to the slots after

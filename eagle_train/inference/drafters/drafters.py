@@ -204,7 +204,7 @@ class Drafters:
             before = None if before is None else before[index]
         before = None if before is None else self._states(name, before)
         own = [counts[row] for row in rows]
-        self.by_name[name].prefill_counted(prefix, tokens, positions, self._states(name, hidden), before, own)
+        self.by_name[name].prefill(prefix, tokens, positions, self._states(name, hidden), before, own)
 
     def _ask(self, name: str, round: DraftRound, count: int, rows: list[int]) -> tuple[Part, torch.Tensor | None]:
         """Have a drafter propose for these rows of `count`. Also which were wrong, bool; None where it is not

@@ -171,6 +171,7 @@ class Eagle(Growing[Nodes]):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         before: torch.Tensor | None,
+        counts: list[int],
     ) -> None:
         # No state is needed: prefill only fills the cache.
         fed = self.draft.fuse(paired(hidden, positions, before))

@@ -85,7 +85,7 @@ class Drafting:
         if prefix.longest > 0:
             before = torch.stack([hidden_of(row)[max(a - 1, 0)] for row, a in zip(rows, starts, strict=True)])
         counts = [b - a for a, b in zip(starts, ends, strict=True)]
-        self.drafter.prefill_counted(prefix, tokens, prefix.positions(tokens.shape[1]), hidden, before, counts)
+        self.drafter.prefill(prefix, tokens, prefix.positions(tokens.shape[1]), hidden, before, counts)
 
     @torch.no_grad()
     def round(self, roots: list[tuple[int, int]]) -> list[torch.Tensor]:

@@ -245,7 +245,7 @@ class Watching(Drafter):
         self.prompts: list[torch.Tensor] = []
         self.told: list[Outcome] = []
 
-    def prefill(self, prefix, tokens, positions, hidden, before):
+    def prefill(self, prefix, tokens, positions, hidden, before, counts):
         self.prompts.append(hidden)
 
     def propose(self, round: DraftRound) -> Drafted:
