@@ -172,7 +172,7 @@ class DecodingPlan:
             forwards * self._read_of_draft(batch_size) / of_layers,
             proposals * self.proposing_bytes / parts,
             forwards * batch_size * self._draft_kv(context) / of_layers,
-            forwards * divided * (1 + collectives(self.module)) + several,  # and the first rank's drafts to all
+            divided * (forwards * collectives(self.module) + proposals) + several,  # and the first rank's drafts to all
         )
 
     def rounds(

@@ -49,13 +49,14 @@ def collectives(draft: Draft) -> int:
 
 
 def divided_bytes(draft: Draft) -> int:
-    """Bytes of a draft's weights of which each rank keeps a part, without those of LM heads of its own."""
+    """Bytes of a draft's weights that a forward reads and of which each rank keeps a part, without those of LM heads of
+    its own."""
     if draft.config.at_once:
         return 0
     own = (draft.own_head(level) for level in range(draft.config.own_heads))
-    return sum(each.numel() * each.itemsize for each in draft.parameters()) - sum(
-        head.num_bytes for head in own if head
-    )
+    whole = sum(each.numel() * each.itemsize for each in draft.parameters())
+    inside = whole - sum(head.num_bytes for head in own if head)
+    return inside // draft.config.whole_passes  # of several modules a forward runs one
 
 
 class Division(NamedTuple):

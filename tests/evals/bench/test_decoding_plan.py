@@ -88,6 +88,18 @@ def test_modules_in_a_chain_are_read_one_after_the_other():
     assert memory["draft's keys and values"] == tokens * 3 * KV + tokens / 16 * 2 * 4 * 32
 
 
+def test_of_modules_in_a_chain_a_forward_waits_for_one_alone():
+    """Divided over two GPUs: three sums of each module, and one of the LM head for each level; it pays where these take
+    less than reading half of a module and the LM head."""
+    target = ShapesConfig(LLAMA, None, "float32").target
+    shape = planned_config(target, {"kind": "mtp", "modules": 3})
+    for depth, sums in ((1, 3 * 3 + 1), (4, 4 * 3 + 4)):
+        assert plan_of(2, draft=shape, divide_draft=True).drafting(BATCH, CONTEXT, depth).sums == sums + 1
+    of_draft = (HEAD + 4 * 64 * 32 + LAYER + 4 * 5 * 32) / 2 / 4  # us, a byte takes one
+    assert plan_of(2, draft=shape, memory_tb_s=1e-6, sum_us=of_draft - 1).division.draft
+    assert not plan_of(2, draft=shape, memory_tb_s=1e-6, sum_us=of_draft + 1).division.draft
+
+
 def test_layers_of_a_quantised_target_are_read_as_they_are_kept():
     shape = ShapesConfig(
         LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, None, "float32"
