@@ -14,7 +14,7 @@ from eagle_train import distributed
 from eagle_train.cli import command
 from eagle_train.corpus.preview import preview
 from eagle_train.corpus.source import DataConfig, check_found
-from eagle_train.errors import UserError, check
+from eagle_train.errors import check
 from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import TargetConfig, load_config
 from eagle_train.one_writer import one_writer
@@ -112,11 +112,11 @@ def _run(config: DictConfig, trainer: Trainer, stop: _StopSignal, tracker: Track
     print(trainer, flush=True)
     is_complete = trainer.budget.is_over(trainer.state.step)  # then nothing is logged, and no W&B run begun
     log = NoTracker(trainer.directory, {}) if is_complete else _open_log(config, trainer, tracker)
-    profile = _profiling(config, trainer) if config.profile else None
     try:
+        profile = _profiling(config, trainer) if config.profile else None
         heldout = trainer.train(log)
-    except (Interrupted, UserError) as error:
-        log.close(failed=isinstance(error, UserError))
+    except Exception as error:  # memory that ran out, say, too
+        log.close(failed=not isinstance(error, Interrupted))
         raise
     log.close()
     if profile is not None:

@@ -373,6 +373,21 @@ def test_the_log_of_a_run_that_ends_early_is_closed(tmp_path, monkeypatch, error
     assert closed == [failed]
 
 
+def test_the_log_of_a_run_that_no_user_could_help_is_closed_too(tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(NoTracker, "close", lambda self, failed=False: closed.append(failed))
+    monkeypatch.setattr(train, "_open_log", lambda *_: NoTracker(tmp_path, {}))
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(resume=False),
+        budget=SimpleNamespace(is_over=lambda _: False),
+        state=SimpleNamespace(step=0),
+        train=lambda _: 1 / 0,
+    )
+    with pytest.raises(ZeroDivisionError):
+        train._run(OmegaConf.create({"profile": False}), trainer, lambda: False, NoTracker(tmp_path, {}))
+    assert closed == [True]
+
+
 @pytest.mark.parametrize(("named", "expected"), [(None, metrics._FINISH_TIMEOUT), ("7", 7)])
 def test_the_end_of_a_run_waits_for_no_network_without_end(tmp_path, no_key, monkeypatch, named, expected):
     wandb = pytest.importorskip("wandb")
