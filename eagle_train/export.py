@@ -66,8 +66,8 @@ def job(values: DictConfig) -> int:
         data.date = world.agreed(data.date or today())  # else each rank renders by its own clock
     with one_writer(Path(config.out), beside(Path(config.out)), world):
         _export(config, path, source, data, world)
-    if config.push_to and world.is_main:
-        print(f"pushed to {push(Path(config.out), config.push_to, config.push_private)}")
+        if config.push_to and world.is_main:
+            print(f"pushed to {push(Path(config.out), config.push_to, config.push_private)}")
     return 0
 
 

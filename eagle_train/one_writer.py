@@ -35,8 +35,8 @@ class Hold:
 
 
 def beside(out: Path) -> Path:
-    """The lock of what appears at `out` whole, or is a file."""
-    out = out.absolute()  # of "." too
+    """The lock of what appears at `out` whole, or is a file; one for all names of a place."""
+    out = Path(os.path.realpath(out))
     return out.parent / f".{out.name}.lock"
 
 

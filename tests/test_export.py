@@ -847,6 +847,8 @@ class Hub:
         return f"https://hub/{name}"
 
     def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        with pytest.raises(UserError, match="writes there"), one_writer(folder_path, beside(folder_path)):
+            pass
         self.repositories[repo_id][1].update(contents(Path(folder_path)))
 
 

@@ -151,6 +151,9 @@ def test_what_writes_nothing_or_to_a_stream_needs_no_lock(tmp_path, monkeypatch)
 
 
 def test_a_lock_beside_any_name(tmp_path, monkeypatch):
+    """One for all names of a place."""
     monkeypatch.chdir(tmp_path)
     assert beside(Path()) == tmp_path.parent / f".{tmp_path.name}.lock"
     assert beside(Path("/")).parent == Path("/")
+    (tmp_path / "link").symlink_to("one")
+    assert beside(tmp_path / "link") == beside(tmp_path / "two" / ".." / "one") == beside(tmp_path / "one")
