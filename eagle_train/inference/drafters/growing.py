@@ -176,12 +176,15 @@ class Growing(Drafter, Generic[N]):
 
     def best(self, states: torch.Tensor, count: int, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` most likely tokens after states [A, T, H], int64 [A, T, count], and their log-probabilities, of
-        those that are `allowed`, bool [A, T, V]; None: of all."""
+        those that are `allowed`, bool [A, T, V]; None: of all. What is not allowed has -inf, also where the draft knows
+        nothing else."""
         logits = self.head.lm_head(self.readable(states))
-        if allowed is not None:
-            logits = restrict(logits, self.head.columns(allowed))
-        found = logits.float().log_softmax(-1).topk(count)
-        return self.head.tokens(found.indices), found.values
+        if allowed is None:
+            found = logits.float().log_softmax(-1).topk(count)
+            return self.head.tokens(found.indices), found.values
+        own = self.head.columns(allowed)
+        found = restrict(logits, own).float().log_softmax(-1).topk(count)
+        return self.head.tokens(found.indices), found.values.masked_fill(~own.any(-1, keepdim=True), -torch.inf)
 
     def children(self, states: torch.Tensor, level: Level, choice: Choice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`level.most` proposed tokens for each parent of the level, [A, Q, most], and q [A, Q, V] or None."""

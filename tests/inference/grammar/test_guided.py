@@ -295,6 +295,16 @@ def test_trees_that_grow_obey(temperature, trained):
         assert (4, True) in tree
 
 
+def test_a_tree_grows_where_the_draft_knows_what_may_follow(trained):
+    """A draft without numbers knows nothing that may follow an a: what it proposes there takes no other's place."""
+    known = [EOS, *(token for token, letter in enumerate(CHARACTERS, start=3) if not letter.isdigit())]
+    little = EagleDraft(replace(trained.config, vocab_size=len(known), vocabulary=known))
+    little.load_state_dict(trained.state_dict())
+    trees = grown("(a[0-9]|b[c-h]){9}", 0.0, little)
+    counts = [sum(is_right for _, is_right in tree[1:]) for tree in trees]
+    assert {count for count in counts if count > 0} == {11, 12}  # 0: behind an a
+
+
 # --- the distribution, against exact enumeration
 
 LETTERS = "abcdefghijklm"
