@@ -95,16 +95,17 @@ class WandbTracker:
 
     The W&B run's id is kept in the run's directory, so that a resumed run continues it. Sent are the records, `config`
     without its secrets, and the machine's load, but not the command line, the code or the console, which may hold
-    secrets. Raises UserError if `mode` is unknown, or if no server answers when it is started.
+    secrets. Raises UserError if `mode` is unknown or W&B takes no such project, or if no server answers when it is
+    started.
     """
 
     def __init__(
         self,
         directory: Path | str,
         config: Mapping[str, Any],
-        project: str = "eagle_train",
-        entity: str | None = None,
-        name: str | None = None,
+        project: str | int = "eagle_train",
+        entity: str | int | None = None,
+        name: str | int | None = None,
         mode: str | None = None,
     ) -> None:
         field, wanted = ("tracking.mode", mode) if mode else ("WANDB_MODE", os.environ.get("WANDB_MODE"))
@@ -118,8 +119,14 @@ class WandbTracker:
         if mode == "online" and not has_key:
             mode = "offline"
             _LOG.info("W&B: no API key, so the run is recorded offline in %s/wandb", directory)
+        try:
+            wandb.Settings(project=str(project))
+        except wandb.errors.Error as error:
+            raise UserError(f"tracking.project={project}: {one_line(error)}") from error
+        named = {"project": project, "entity": entity, "name": name}  # 7 is typed as a number, and is a name here
+        texts = {key: None if value is None else str(value) for key, value in named.items()}
         self.directory = Path(directory)
-        self.arguments = {"project": project, "entity": entity, "name": name, "mode": mode, "config": redact(config)}
+        self.arguments = {**texts, "mode": mode, "config": redact(config)}
         self.wandb = wandb
 
     def start(self, resumed: bool) -> None:

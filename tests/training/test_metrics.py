@@ -339,12 +339,22 @@ def test_steps_that_wandb_has_are_not_sent_again(tmp_path, no_key):
     assert tracker.run.sent == [(5, {"loss": 5}), (6, {"loss": 6})]
 
 
-def test_a_trackers_mistakes_are_told_before_the_target_is_loaded(tmp_path, no_key, capsys):
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("tracking.mode=sometimes", "give one of"), ("tracking.project=a/b", "Invalid project name")]
+)
+def test_a_trackers_mistakes_are_told_before_the_target_is_loaded(tmp_path, no_key, capsys, wrong, right):
     (tmp_path / "train.jsonl").touch()
-    given = train_arguments(tmp_path, f"out={tmp_path}/run", "tracking=wandb", "tracking.mode=sometimes")
+    given = train_arguments(tmp_path, f"out={tmp_path}/run", "tracking=wandb", wrong)
     assert call(train.main, *given, f"target={tmp_path}/nowhere") == 2
-    assert "error: tracking.mode=sometimes: give one of" in capsys.readouterr().err
+    assert f"error: {wrong}: {right}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_names_may_be_numbers(tmp_path, no_key):
+    tracker = WandbTracker(tmp_path, {}, project=3, name=7, mode="offline")
+    tracker.start(resumed=False)
+    assert (tracker.run.project, tracker.run.name) == ("3", "7")
+    tracker.close()
 
 
 @pytest.mark.parametrize("failed", [False, True])
