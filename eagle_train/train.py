@@ -3,11 +3,10 @@
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from eagle_train import distributed
@@ -19,7 +18,7 @@ from eagle_train.hardware import resolve_device
 from eagle_train.models.loading import TargetConfig, load_config
 from eagle_train.one_writer import one_writer
 from eagle_train.results import redact, write_text
-from eagle_train.settings import build
+from eagle_train.settings import build, instantiate
 from eagle_train.terminal import COLORS, wants_color
 from eagle_train.training.assembly import assemble, renderer_of
 from eagle_train.training.backend import ParallelConfig
@@ -134,8 +133,10 @@ def _profiling(config: DictConfig, trainer: Trainer) -> StepProfile:
 
 def _tracker(config: DictConfig) -> Tracker:
     """As configured, not yet started. Raises UserError for options that cannot be."""
-    make: Callable[..., Tracker] = hydra.utils.instantiate(config.tracking)
-    return make(directory=Path(str(config.out)), config=_composed(config))
+    tracker: Tracker = instantiate(
+        config.tracking, "tracking", directory=Path(str(config.out)), config=_composed(config)
+    )
+    return tracker
 
 
 def _composed(config: DictConfig) -> Any:

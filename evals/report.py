@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
 from eagle_train.errors import check
 from eagle_train.results import prepared, write_json, write_text
-from eagle_train.settings import build
+from eagle_train.settings import build, instantiate
 from evals.bench.evaluation import evaluation_alone
 from evals.bench.page.blocks import Page
 from evals.bench.page.comparison_page import comparison
@@ -82,9 +81,8 @@ def write(page: Page, judged: Sequence[Judged], figures: dict[str, float], confi
     write_text(out / "report.md", markdown(page))
     if config.compare is not None:
         write_json(out / "comparison.json", [asdict(each) for each in judged])
-    tracker = hydra.utils.instantiate(config.tracking)(
-        directory=out, config={"report": config.results or config.compare}
-    )
+    given = {"report": config.results or config.compare}
+    tracker = instantiate(config.tracking, "tracking", directory=out, config=given)
     tracker.start(resumed=False)
     tracker.log(0, figures)
     tracker.show("report", text)

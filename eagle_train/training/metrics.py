@@ -57,7 +57,8 @@ class Meter:
 
 
 class Tracker(Protocol):
-    """Where records go besides `metrics.jsonl`: `instantiate(config.tracking)(directory=..., config=...)`.
+    """Where records go besides `metrics.jsonl`: what `instantiate` (settings.py) makes of config.tracking, with
+    `directory` and `config`.
 
     `show` is given a whole page of HTML, by evals.report alone. `close`: `failed` where an error ended the run.
     """
