@@ -72,7 +72,7 @@ class Compiled:
         *tensors, attend = given
         before = _current_attend.set(attend)
         try:
-            return self.graph(self.kept, *(x.contiguous() for x in tensors))
+            return self.graph(self.kept, *map(_as_made_new, tensors))
         finally:
             _current_attend.reset(before)
 
@@ -83,6 +83,13 @@ class Compiled:
         with compiling():
             own = (x.clone() for x in tensors)  # one tensor given twice would be compiled as such
             self(*own, lambda layer, q, k, v, rule: q.new_zeros(*q.shape[:-1], v.shape[-1]))
+
+
+def _as_made_new(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, and with the strides of a new tensor: those of a dimension of one entry may be any, of the half of a
+    row's states, say, and graphs are compiled for some."""
+    x = x.contiguous()
+    return x.flatten().view(x.shape) if 1 in x.shape else x
 
 
 def try_compiler(device: torch.device) -> None:

@@ -128,6 +128,24 @@ def test_drafts_of_any_length_and_none(traced):
     assert len(traced) == made
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@torch.inference_mode()
+def test_a_part_of_a_tensor_is_what_was_prepared_for(traced, rows):
+    """One row's, or one token's, counts as contiguous, with the strides of the whole: half of a draft's states, say."""
+
+    def attended(tokens: torch.Tensor, x: torch.Tensor, attend: Attend) -> torch.Tensor:
+        return attend(0, *3 * [x.unsqueeze(1)], Rule(1.0)).squeeze(1)
+
+    forward = Compiled(attended, "cpu")
+    forward.prepare(torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, 16))
+    made, states = len(traced), torch.randn(rows, 5, 32)
+    for place in range(5):
+        x = states[:, place : place + 1, 16:]
+        found = forward(torch.zeros(rows, 7, dtype=torch.long)[:, :1], x, lambda _, q, k, v, rule: v.clone())
+        assert torch.equal(found, x)
+    assert len(traced) == made > 0
+
+
 def test_engines_share_a_targets_graphs_and_nothing_else(traced):
     one, other = (tiny_target(num_hidden_layers=1, seed=seed) for seed in (0, 1))
     good, poor = trained_draft(one, first_token="skip"), tiny_draft(one, num_layers=1)
