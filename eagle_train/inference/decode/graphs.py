@@ -272,7 +272,8 @@ class Graphs:
         pending, report, row_depth = self.ends(key, _end_inputs(key[0], inputs, undrafted))
         tensors = (pending.tokens, pending.hidden, pending.counts, pending.lengths)
         # Copied: the drafter may use them rounds later, when the graph has run again.
-        kept = Pending(*(x[:active].clone() for x in tensors), is_full=pending.is_full)
+        tokens, hidden, counts, lengths = (x[:active].clone() for x in tensors)
+        kept = Pending(tokens, hidden, counts, lengths, pending.is_full)
         return kept, report[:active], None if row_depth is None else row_depth[:active]
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:

@@ -80,8 +80,9 @@ class Pending:
     def append_token(self, newer: "Pending") -> "Pending":
         """These, and then the one token of each row that a round without drafts committed."""
         if self.is_full:
-            both = [torch.cat(pair, 1) for pair in ((self.tokens, newer.tokens), (self.hidden, newer.hidden))]
-            return Pending(*both, self.counts + 1, newer.lengths, is_full=True)
+            tokens = torch.cat((self.tokens, newer.tokens), 1)
+            hidden = torch.cat((self.hidden, newer.hidden), 1)
+            return Pending(tokens, hidden, self.counts + 1, newer.lengths, is_full=True)
         place = self.counts.unsqueeze(1)
         tokens = F.pad(self.tokens, (0, 1)).scatter(1, place, newer.tokens)
         hidden = F.pad(self.hidden, (0, 0, 0, 1))
@@ -111,8 +112,8 @@ class Pending:
         is_full = all(x.is_full and x.tokens.shape[1] == width for x in (self, other))
         tokens = [F.pad(x.tokens, (0, width - x.tokens.shape[1])) for x in (self, other)]
         hidden = [F.pad(x.hidden, (0, 0, 0, width - x.hidden.shape[1])) for x in (self, other)]
-        rows = [torch.cat(pair) for pair in ((self.counts, other.counts), (self.lengths, other.lengths))]
-        return Pending(torch.cat(tokens), torch.cat(hidden), *rows, is_full=is_full)
+        counts, lengths = (torch.cat(pair) for pair in ((self.counts, other.counts), (self.lengths, other.lengths)))
+        return Pending(torch.cat(tokens), torch.cat(hidden), counts, lengths, is_full)
 
 
 @dataclass(frozen=True)
