@@ -338,13 +338,15 @@ def test_verification_that_cannot_be_compiled_stops_only_who_asked_for_it(asked,
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_weights_of_a_bf16_checkpoint(compile):
-    """Target and draft use packed weights (ops/linear.py), and the tokens are those of transformers."""
-    target = tiny_target("llama", dtype=torch.bfloat16)
+def test_weights_of_a_bf16_checkpoint(compile, graphs):
+    """Target and draft use packed weights (ops/linear.py), and the tokens are those of transformers. Compiled, they
+    have one layer and one tree, and no C++: that is test_linear.py's."""
+    layers, trees = (1, ("n8",)) if compile else (3, ("chain3", "n8"))
+    target = tiny_target("llama", dtype=torch.bfloat16, num_hidden_layers=layers)
     target = Target(target.model.float())
-    draft = tiny_draft(target).bfloat16().float()
+    draft = tiny_draft(target, num_layers=min(layers, 2)).bfloat16().float()
     truth = [continued(target, prompt, LENGTH) for prompt in PROMPTS[:3]]
-    for tree in ("chain3", "n8"):
+    for tree in trees:
         engine = Engine(target, draft, tree, compile=compile, max_batch_size=3)
         linears = [
             m for model in (target.model, drafter_of(engine).draft) for m in model.modules() if type(m) is Linear
@@ -354,6 +356,7 @@ def test_weights_of_a_bf16_checkpoint(compile):
             assert all(fp16_copy_of(weight) is not None for weight in weights)
         assert token_ids(engine.generate(PROMPTS[:3], GREEDY)) == cut(truth)
         assert token_ids(engine.generate(PROMPTS[:1], GREEDY)) == cut(truth[:1])
+        assert bool(graphs) == compile
 
 
 # --- objects and paths
