@@ -1,6 +1,6 @@
 """Speculation changes no distribution: the engine's sampled tokens against the target's exact probabilities.
 
-Drafts of point masses: with a vocabulary of 6 the engine is given the numbers that each sequence of four tokens stands
+Drafts of point masses: with a vocabulary of 5 the engine is given the numbers that each sequence of four tokens stands
 for, so that its joint distribution is compared exactly (tests/support/every_sequence.py).
 
 Drafts that are drawn, and random numbers as they are: with a vocabulary of 16 all sequences of four tokens are
@@ -80,7 +80,7 @@ class Toy:
 
 
 CHANGES = {
-    "logit_bias": {3: 0.8, 5: -1.5},
+    "logit_bias": {3: 0.8, 4: -1.5},
     "repetition_penalty": 1.5,
     "presence_penalty": 1.2,
     "frequency_penalty": -0.7,
@@ -227,7 +227,7 @@ def with_all(logits: torch.Tensor, answer: list[int]) -> torch.Tensor:
 @cache
 def enumerated() -> tuple[Target, list[list[int]]]:
     """A target, and texts of its vocabulary."""
-    tokens = random_tokens(*[20] * 6, vocabulary=6, seed=2)
+    tokens = random_tokens(*[20] * 6, vocabulary=TINIEST["vocab_size"], seed=2)
     return enumerated_target(), [ENUMERATED[:-place] + text for place, text in enumerate(tokens, 1)]
 
 
@@ -257,7 +257,8 @@ def one_number(tree, tokens, logits, settings, seeds, lengths):
     ("module", "name", "mutant"),
     [
         (verification, "verify_sampled", one_number),
-        (adjustments, "_on_paths", lambda tokens, *_: torch.zeros(*tokens.shape, 6)),  # drafts are not in the answer
+        # drafts are not in the answer
+        (adjustments, "_on_paths", lambda tokens, *_: torch.zeros(*tokens.shape, TINIEST["vocab_size"])),
     ],
 )
 @pytest.mark.parametrize("kind", ["eagle", "lookahead", "retrieval"])

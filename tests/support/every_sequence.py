@@ -16,7 +16,7 @@ from eagle_train.inference.decode import sampling
 from eagle_train.models.target import Target
 from tests.support.tiny import random_tokens, tiny_model
 
-VOCABULARY, LENGTH = 6, 4
+VOCABULARY, LENGTH = 5, 4
 PROMPT = list(range(VOCABULARY)) + random_tokens(16, vocabulary=VOCABULARY)[0]  # each token has a successor
 ENDS = (1e-4, 1 - 1e-4)  # of a box's sides
 ROWS = 1024  # requests in a batch
