@@ -373,7 +373,7 @@ def test_two_ranks_answer_as_one_process_does(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [name for name in KINDS if name != GATE])
-def test_compiled_forwards_give_the_same(kind, graphs):
+def test_compiled_forwards_give_the_same(kind, traced):
     """At temperature 0 and beside it."""
     target, given = target_of("llama"), KINDS[kind]
     params = [GREEDY if row % 2 else replace(each, n=1) for row, each in enumerate(drawn())]
