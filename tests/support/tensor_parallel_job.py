@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -62,7 +64,9 @@ def random_answers(engine: Engine) -> list[list[int]]:
 
 def outcome(case: dict, target: Target, directory: Path, rank: int = 0) -> dict:
     """What an engine answers, in how many rounds, and of how many rows it computed the logits."""
-    engine = Engine(target, draft_of(case, target, directory, rank), **case["engine"])
+    target.compiled_forwards.clear()  # another case's may be by another compiler
+    with patch.object(torch, "compile", partial(torch.compile, backend=case["backend"])):
+        engine = Engine(target, draft_of(case, target, directory, rank), **case["engine"])
     if case["recorded"]:
         recorded(engine)
     if case["short"]:

@@ -25,8 +25,9 @@ OTHERS = {
     "gemma2": {},
 }  # gpt-oss's plan leaves a tiny model nearly whole on each rank, which is refused
 DRAFTS = {"qwen3": {"first_token": "skip", "window": 6, "sink": True}}
-# With heads that three ranks can share.
-THREE = {"three": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}
+# Llamas: with heads that three ranks can share, and one of which graphs are soon compiled.
+LLAMAS = {"three": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}
+LLAMAS |= {"shallow": {"num_hidden_layers": 1}}
 
 
 DIVIDED = {"divide_draft": True, "divide_lm_head": True}
@@ -43,10 +44,12 @@ def case(
     short: bool = False,
     recorded: bool = False,
     changed: bool = False,
+    backend: str = "eager",
     **engine,
 ) -> dict:
+    """`backend`: of torch.compile, if the engine compiles."""
     told = {"drafts_differ": drafts_differ, "guided": guided, "short": short, "recorded": recorded}
-    told |= {"changed": changed, "logits_differ": logits_differ}
+    told |= {"changed": changed, "logits_differ": logits_differ, "backend": backend}
     return {"family": family, "count": count, "sampled": sampled, **told, "engine": engine}
 
 
@@ -61,11 +64,13 @@ CASES = {
         case("llama", 5, True, drafts_differ=True, tree="n8", drafting="multinomial_without_replacement"),
         *(case(family, 5, True, tree="n8", max_batch_size=3, **EVERYTHING) for family in FAMILIES | OTHERS),
         case("llama", 5, True, short=True, tree="n8", max_batch_size=3),
-        case("llama", 3, True, tree="chain3", compile=True),
+        # a row alone has the fewest graphs, and torch's own compiler takes many seconds for each
+        case("shallow", 1, True, tree="chain3", compile=True, max_batch_size=1),
+        case("shallow", 3, True, tree="chain3", compile=True, **DIVIDED),
+        case("shallow", 1, True, backend="inductor", tree="chain3", compile=True, max_batch_size=1, **DIVIDED),
         *(case(family, count, count > 1, tree="n8", **DIVIDED) for family, count in (("llama", 1), ("qwen3", 5))),
         *(case("llama", 5, True, tree="chain3", drafting=mode, **DIVIDED) for mode in ("greedy", "multinomial")),
         case("llama", 5, True, guided=True, tree="n8", max_batch_size=3, **EVERYTHING, **DIVIDED),
-        case("llama", 3, True, tree="chain3", compile=True, **DIVIDED),
         case("llama", 5, True, tree="n8", divide_sampling=False, **DIVIDED),
         *(
             case("llama", 5, sampled, logits_differ=True, tree="n8", divide_sampling=False, divide_lm_head=False)
@@ -98,8 +103,8 @@ def ranks(request) -> int:
 def root(tmp_path_factory) -> Path:
     """A directory with a target and a trained draft for each family."""
     root = tmp_path_factory.mktemp("ranks")
-    for name, changes in (FAMILIES | OTHERS | THREE).items():
-        tiny_model("llama" if name == "three" else name, **changes).save_pretrained(root / name)
+    for name, changes in (FAMILIES | OTHERS | LLAMAS).items():
+        tiny_model("llama" if name in LLAMAS else name, **changes).save_pretrained(root / name)
         tiny_tokenizer().save_pretrained(root / name)
         target = load_target(TargetConfig(str(root / name)), "cpu")
         draft = trained_draft(target, steps=60, **DRAFTS.get(name, {}))
@@ -117,7 +122,7 @@ def found(root, ranks) -> list[list[dict]]:
 @pytest.fixture(scope="module")
 def alone(root, ranks) -> list[dict]:
     """What one process reports, which compiles nothing."""
-    targets = {name: load_target(TargetConfig(str(root / name)), "cpu") for name in FAMILIES | OTHERS | THREE}
+    targets = {name: load_target(TargetConfig(str(root / name)), "cpu") for name in FAMILIES | OTHERS | LLAMAS}
     cases = [case | {"engine": case["engine"] | {"compile": False}} for case in CASES[ranks]]
     return [outcome(case, targets[case["family"]], root / f"{case['family']}-draft") for case in cases]
 
