@@ -262,8 +262,9 @@ def pin(config: DataConfig, known: Callable[[str], Any] | None = None, world: Wo
     """Let every data set of the hub be read at one commit, the same on all ranks; returns the commits, by the keys of
     the config that they are set to.
 
-    That of the revision that is given, else what `known` says of the key: what a run that goes on began with, None
-    where it was not said; else the newest. With HF_HUB_OFFLINE the hub is not asked, and nothing changes. All ranks
+    That of the revision that is given; else, of a run that goes on with the same data set, what it began with, None
+    where that was not said; else the newest. `known` says what such a run began with, by the key of a path or a
+    revision. With HF_HUB_OFFLINE the hub is not asked, and nothing changes. All ranks
     call it. Raises UserError where the hub does not know the data set or the revision.
     """
     named = [(name, source, "path") for name, source in config.sources.items()]
@@ -274,8 +275,10 @@ def pin(config: DataConfig, known: Callable[[str], Any] | None = None, world: Wo
         commits = {}
         for at, (source, key, named_by) in holders.items():
             path, given = getattr(source, key), getattr(source, _REVISIONS[key])
-            if not os.path.isdir(path) and not _files_of(source, key, named_by):
-                commits[at] = commit_of(path, given, named_by) if given or known is None else known(at)
+            if os.path.isdir(path) or _files_of(source, key, named_by):
+                continue
+            goes_on = known is not None and not given and known(named_by) == path
+            commits[at] = known(at) if goes_on and known else commit_of(path, given, named_by)
         return commits
 
     commits = world.by_main(ask)

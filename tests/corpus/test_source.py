@@ -177,11 +177,15 @@ def test_a_hub_data_set_is_pinned_to_a_commit(hub, monkeypatch, tmp_path):
     # a run that goes on reads what it began with, also where that was said of none
     hub.newest, hub.asked = "c" * 40, []
     for commit in (newest, None):
-        again = DataConfig("me/chats")
-        assert pin(again, {"data.revision": commit}.get) == {"data.revision": commit}
+        again, began = DataConfig("me/chats"), {"data.path": "me/chats", "data.revision": commit}
+        assert pin(again, began.get) == {"data.revision": commit}
         assert again.revision == commit
     assert pin(DataConfig("me/chats", revision=newest)) == {"data.revision": newest}
     assert hub.asked == []
+    # not where it is given another data set, which has other commits
+    began = {"data.path": "me/chats", "data.revision": newest}
+    assert pin(DataConfig("me/more"), began.get) == {"data.revision": "c" * 40}
+    hub.asked = []
     # what the first rank is told is what all read; the others do not ask
     monkeypatch.setattr(World, "agreed", lambda self, own: ({"data.revision": newest}, None))
     other = DataConfig("me/chats")
