@@ -289,23 +289,24 @@ def test_medusa_heads_are_for_our_engine(home, target, tmp_path, capsys, quant):
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "title", "said"),
     [
-        (tiny_draft, "An EAGLE draft of 2 layers that proposes"),
-        (partial(tiny_eagle3, num_layers=1), "An EAGLE-3 draft of one layer that proposes"),
-        (partial(tiny_peagle, num_layers=2), "A P-EAGLE draft of 2 layers that proposes, 8 in one forward,"),
-        (tiny_mtp, "An MTP module of one layer that proposes"),
-        (partial(tiny_medusa, heads=3), "Medusa heads (3, blocks in each: 1) that propose"),
+        (tiny_draft, "An EAGLE draft", " of 2 layers that proposes"),
+        (partial(tiny_eagle3, num_layers=1), "An EAGLE-3 draft", " of one layer that proposes"),
+        (partial(tiny_peagle, num_layers=2), "A P-EAGLE draft", " of 2 layers that proposes, 8 in one forward,"),
+        (tiny_mtp, "An MTP module", " of one layer that proposes"),
+        (partial(tiny_mtp, modules=2), "A chain of 2 MTP modules", " that proposes"),
+        (partial(tiny_medusa, heads=3), "Medusa heads", " (3, blocks in each: 1) that propose"),
     ],
-    ids=["eagle", "eagle3", "peagle", "mtp", "medusa"],
+    ids=["eagle", "eagle3", "peagle", "mtp", "chain", "medusa"],
 )
-def test_a_card_says_what_kind_a_draft_is(target, tmp_path, made, said):
+def test_a_card_says_what_kind_a_draft_is(target, tmp_path, made, title, said):
     draft = made(target)
     save_draft(draft, tmp_path / "draft", target.identity)
     text = (exported(tmp_path, tmp_path / "out", source="draft") / "README.md").read_text()
     assert f"tags: [{draft.config.kind}, " in text
-    assert f"\n# {draft.config.title} for " in text
-    assert f"\n{said} tokens for " in text
+    assert f"\n# {title} for " in text
+    assert f"\n{title}{said} tokens for " in text
 
 
 # --- what is refused
@@ -849,6 +850,7 @@ class Hub:
     def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
         with pytest.raises(UserError, match="writes there"), one_writer(folder_path, beside(folder_path)):
             pass
+        assert commit_message == "A draft for speculative decoding"  # whatever its kind
         self.repositories[repo_id][1].update(contents(Path(folder_path)))
 
 

@@ -70,7 +70,7 @@ def card(about: Artifact, tensors: Mapping[str, torch.Tensor], hub_id: str | Non
     stands_for = {_DRAFT: "the directory with these files", _TARGET: f"that of the target, {code(target.name)}"}
     parts = [
         _front_matter(about),
-        f"# {draft.title} for {plain(target.name)}",
+        f"# {draft.titled()} for {plain(target.name)}",
         f"{draft.described()} tokens for {code(target.name)}, which verifies them: "
         "the output stays the target's own, in fewer of its calls. "
         f"Layout: {about.layout}. Weights: {_weights(about)}.",

@@ -27,7 +27,7 @@ def push(directory: Path, name: str, private: bool) -> str:
     hub = HfApi()
     try:
         address = hub.create_repo(name, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=name, folder_path=directory, commit_message="An EAGLE draft")
+        hub.upload_folder(repo_id=name, folder_path=directory, commit_message="A draft for speculative decoding")
     except Exception as error:  # the hub's library raises many kinds
         raise UserError(f"push_to={name}: {one_line(error)}; the draft is in {directory}") from error
     return str(address)

@@ -89,7 +89,7 @@ class DraftConfig:
     """
 
     kind: ClassVar[str] = ""
-    title: ClassVar[str] = ""  # of a model card
+    title: ClassVar[str] = ""  # of a kind; see `titled`
     layouts: ClassVar[Mapping[str, Layout]] = {}  # of serving engines, by name
     # Settings of `train` that the kind does not read, with what to give in their place.
     unread: ClassVar[Mapping[str, str]] = {}
@@ -300,7 +300,11 @@ class DraftConfig:
     def described(self) -> str:
         """What it is, in words that begin a sentence."""
         layers = "one layer" if self.num_layers == 1 else f"{self.num_layers} layers"
-        return f"{self.title} of {layers} that proposes"
+        return f"{self.titled()} of {layers} that proposes"
+
+    def titled(self) -> str:
+        """What it is, for a model card's title."""
+        return self.title
 
     def conventions(self) -> dict[str, str]:
         """What an implementation needs to know to run the draft, beside its tensors."""

@@ -63,6 +63,9 @@ class MtpConfig(StepsConfig):
             f"draft.steps={self.steps}: must be at least draft.modules, {self.modules}: each module learns in a pass",
         )
 
+    def titled(self) -> str:
+        return self.title if self.modules == 1 else f"A chain of {self.modules} MTP modules"
+
     def first_slot_of(self, layer: int) -> int:
         return self.first_slot + layer
 
@@ -88,7 +91,7 @@ class MtpConfig(StepsConfig):
         return 3 * passes  # norms before it have gradients in pass 1 too
 
     def described(self) -> str:
-        return super().described() if self.modules == 1 else f"A chain of {self.modules} MTP modules that proposes"
+        return super().described() if self.modules == 1 else f"{self.titled()} that proposes"
 
     def conventions(self) -> dict[str, str]:
         chain = {
