@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from eagle_train.errors import check
+from eagle_train.errors import UserError, check, one_line
 from eagle_train.results import prepared, write_json, write_text
 from eagle_train.settings import build, instantiate
 from evals.bench.evaluation import evaluation_alone
@@ -84,9 +84,13 @@ def write(page: Page, judged: Sequence[Judged], figures: dict[str, float], confi
     given = {"report": config.results or config.compare}
     tracker = instantiate(config.tracking, "tracking", directory=out, config=given)
     tracker.start(resumed=False)
-    tracker.log(0, figures)
-    tracker.show("report", text)
-    tracker.close()
+    try:
+        tracker.log(0, figures)
+        tracker.show("report", text)
+        tracker.close()
+    except Exception as error:  # a service of others, which raises what it likes
+        told = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"the tracker failed: {told}; the report is in {out}") from error
     print(page.verdict)
     print(*(f"{each.value} {each.name} ({each.of})" for each in page.headlines), sep="\n")
     print(f"written to {out}: report.html, report.md" + (", comparison.json" if config.compare is not None else ""))

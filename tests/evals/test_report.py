@@ -548,3 +548,15 @@ def test_the_tracker_is_given_the_figures_and_the_page(tmp_path, monkeypatch):
     assert kept["figures"]["compare/ngram, heldout, batch size 1/speed-up"] == pytest.approx(1.4188, abs=1e-3)
     assert kept["page"] == (tmp_path / "report.html").read_text()
     assert kept["closed"]
+
+
+@pytest.mark.parametrize("at", ["log", "show", "close"])
+def test_a_tracker_that_fails_is_one_line_and_the_report_is_there(tmp_path, monkeypatch, capsys, at):
+    def fails(*given):
+        raise ConnectionError("the service is gone")
+
+    monkeypatch.setattr(f"eagle_train.training.metrics.NoTracker.{at}", fails)
+    assert call(report.main, f"results=[{PUBLISHED}/compare.json]", f"out={tmp_path}") == 2
+    told = f"error: the tracker failed: ConnectionError: the service is gone; the report is in {tmp_path}"
+    assert capsys.readouterr().err.splitlines()[-1] == told
+    assert (tmp_path / "report.html").is_file()
