@@ -184,11 +184,11 @@ def figures() -> Iterator[tuple[str, str]]:
     one, three = (result(name) for name in ("latency_one_layer", "latency"))
     asked = f"over {one['config']['repeats']} prompts where three layers have {three['tpc']:.2f}"
     yield "evaluation", f"has a TPC of {one['tpc']:.2f} {asked}"
-    kinds = result("draft_kinds_gpu_equal_tokens")["parts"][0]["variants"]
-    tpc = {name: f"{one['tpc']['chain3']['tpc']:.2f}" for name, one in kinds.items()}
-    seeds = {1: "one seed", 3: "three seeds"}[len(kinds["mtp"]["seeds"])]
-    said = f"EAGLE has {tpc['eagle']} with a chain of three, MTP {tpc['mtp']}, EAGLE-3 {tpc['eagle3']}"
-    yield "experiments", f"and with {seeds}, {said}"
+    kinds = result("draft_kinds_equal_tokens")["parts"][0]["variants"]
+    below = {name: {key: -number for key, number in one["gain"]["chain3"].items()} for name, one in kinds.items()}
+    more = {name: "{tpc:.2f} ({high:.2f} to {low:.2f}) above".format(**each) for name, each in below.items()}
+    said = f"EAGLE is {more['mtp']} MTP, {more['eagle3']} EAGLE-3, {more['peagle']} P-EAGLE and {more['medusa']} Medusa"
+    yield "experiments", said
 
 
 @pytest.mark.parametrize(("page", "said"), list(figures()))
