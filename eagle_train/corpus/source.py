@@ -264,8 +264,8 @@ def pin(config: DataConfig, known: Callable[[str], Any] | None = None, world: Wo
 
     That of the revision that is given; else, of a run that goes on with the same data set, what it began with, None
     where that was not said; else the newest. `known` says what such a run began with, by the key of a path or a
-    revision. With HF_HUB_OFFLINE the hub is not asked, and nothing changes. All ranks
-    call it. Raises UserError where the hub does not know the data set or the revision.
+    revision. With HF_HUB_OFFLINE the hub is not asked, and nothing changes. All ranks call it. Raises UserError where
+    the hub does not know the data set or the revision.
     """
     named = [(name, source, "path") for name, source in config.sources.items()]
     named += [] if config.heldout is None else [("", config, "heldout")]
@@ -277,8 +277,10 @@ def pin(config: DataConfig, known: Callable[[str], Any] | None = None, world: Wo
             path, given = getattr(source, key), getattr(source, _REVISIONS[key])
             if os.path.isdir(path) or _files_of(source, key, named_by):
                 continue
-            goes_on = known is not None and not given and known(named_by) == path
-            commits[at] = known(at) if goes_on and known else commit_of(path, given, named_by)
+            if known is not None and not given and known(named_by) == path:
+                commits[at] = known(at)
+            else:
+                commits[at] = commit_of(path, given, named_by)
         return commits
 
     commits = world.by_main(ask)

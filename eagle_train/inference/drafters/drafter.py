@@ -90,7 +90,7 @@ class Pending:
         return Pending(tokens, hidden, self.counts + 1, newer.lengths)
 
     def narrow(self, width: int, is_full: bool) -> "Pending":
-        """The same with P = `width`; no row may have more real tokens."""
+        """The same with P = `width`; no row may have more real tokens, and if `is_full` none has fewer."""
         if (width, is_full) == (self.tokens.shape[1], self.is_full):
             return self
         tokens, hidden = self.tokens, self.hidden
