@@ -19,8 +19,8 @@ from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.drafters.drafter import TreePlan
 
 _CLEARLY_WORSE = 0.97  # of plain decoding's tokens a second: drafts are on their way out
-_BETTER = 1.03  # a change takes time too
-_AS_GOOD = 0.97  # of the best drafts' tokens a second: the shallowest of those are taken
+_BETTER = 1.015  # a change takes time too
+_AS_GOOD = 0.985  # of the best drafts' tokens a second: the shallowest of those are taken
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which some are plain, so that their time is known, and known again
 _EVERY = 4  # rounds after which a choice is thought over, or earlier with other rows: thinking takes time

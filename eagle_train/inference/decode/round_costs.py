@@ -8,13 +8,15 @@ from collections.abc import Callable
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle_train.inference.drafters.drafter import TreePlan
 from eagle_train.inference.parallel.tensor_parallel import Ranks
 
 # Standard deviations of the logarithm of a time.
 _NOISE = 0.03  # of a round, about what is expected
-_UNKNOWN = 0.5  # of all plans, before the first round of a batch size
+_UNKNOWN = 1.0  # of all plans, before the first round of a batch size, and when something else begins or ends
+_JUMPS = 0.1  # the share of rounds noted in which it does
 _AT_THE_START = 0.1  # of a plan, as it was timed at the start, when something else may have run
 _IN_PART = 0.4  # of its rounds in which some rows alone draft, by those in which all do
 _DRIFT, _OWN_DRIFT = 0.03, 0.001  # in a round: of all plans, with contexts and other load, and of each plan
@@ -125,6 +127,7 @@ class _Factors:
 
     def __init__(self, plans: int):
         self.is_known = False
+        self._last: int | None = None  # the place that was noted last, since when the batch is the same
         self._mean = np.zeros(1 + 2 * plans)
         self._cov = np.zeros((1 + 2 * plans,) * 2)
         self._cov[0, 0] = _UNKNOWN**2
@@ -149,18 +152,34 @@ class _Factors:
     def unsettle(self) -> None:
         """That of all plans may have changed at once."""
         self._cov[0, 0] += _UNSETTLED**2
+        self._last = None
 
     def note(self, place: int, off: float, rounds: int) -> None:
         """Rounds of a plan were off by so much, in the middle."""
         self.is_known = True
         self._cov += self._drift * rounds
-        seen = self._cov[0] + self._cov[place]  # the covariance of what was seen with everything
-        variance = seen[0] + seen[place] + _NOISE**2 / rounds
         wrong = off - self._mean[0] - self._mean[place]
+        is_other = self._last is not None and place != self._last  # another plan: it may be its own factor
+        if not is_other and _is_jump(wrong, self._seen(place, rounds)[1]):
+            self._cov[0, 0] += _UNKNOWN**2
+        self._last = place
+        seen, variance = self._seen(place, rounds)
         # What is far off counts as if it were less certain, as by Huber's loss.
         variance *= max(1.0, abs(wrong) / (_OUTLIER * math.sqrt(variance)))
         self._mean += seen * (wrong / variance)
         self._cov -= np.outer(seen, seen) / variance
+
+    def _seen(self, place: int, rounds: int) -> tuple[NDArray[np.float64], float]:
+        """The covariance of what is seen of a plan with everything, and its variance."""
+        seen = self._cov[0] + self._cov[place]
+        return seen, float(seen[0] + seen[place]) + _NOISE**2 / rounds
+
+
+def _is_jump(wrong: float, variance: float) -> bool:
+    """Whether what is off by so much says that times of all plans jumped: that is likelier then than what is expected.
+    Else plans' own factors would take a part of it, and keep it."""
+    after = variance + _UNKNOWN**2
+    return wrong**2 / 2 * (1 / variance - 1 / after) - math.log(after / variance) / 2 > -math.log(_JUMPS)
 
 
 def _timed(plans: list[TreePlan], size: int, seconds: Callable[[TreePlan, int], float]) -> list[float]:

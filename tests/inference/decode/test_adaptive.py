@@ -351,7 +351,22 @@ def test_a_slow_first_round_makes_no_plan_cheaper_than_the_others():
     assert [each / plain for each in others] == pytest.approx([2.0, 4.0], rel=0.02)
 
 
-@pytest.mark.parametrize(("better", "depth"), [(1.02, 1), (1.05, 2)])
+@pytest.mark.parametrize("slower", [1.8, 2.5])
+@pytest.mark.parametrize("before", [0, 40])
+def test_times_that_jump_say_nothing_of_plans_by_each_other(before, slower):
+    """Something else runs for a while, and is gone when the next requests come, which have another plan."""
+    plans = [PLAIN, *map(TreePlan, map(chain, (1, 2)))]
+    costs = RoundCosts(plans, [1], lambda plan, rows: 1.0 + plan.tree.max_depth)
+    phases = [(plans[2], before, 1.0), (plans[2], 40, slower), (plans[1], 40, 1.0), (plans[1], 40, slower)]
+    for plan, rounds, factor in phases:
+        costs.unsettle()
+        for _ in range(rounds):
+            costs.observe(plan, 1, (1.0 + plan.tree.max_depth) * factor)
+    expected = [slower * (1.0 + plan.tree.max_depth) for plan in plans]
+    assert [costs.seconds(plan, 1) for plan in plans] == pytest.approx(expected, rel=0.04)
+
+
+@pytest.mark.parametrize(("better", "depth"), [(1.01, 1), (1.05, 2)])
 def test_of_drafts_that_are_as_good_the_shallowest_are_taken(better, depth):
     """Chains of 2 bring `better` times the tokens a second of chains of 1, and both more than no drafts."""
     dispatcher, row = Dispatcher(AutoTree((1, 2))), Request(0.5)
