@@ -24,7 +24,7 @@ from eagle_train.progress import progress
 from eagle_train.settings import build
 from evals.bench.choosing import DEPTH, LOADS, OWN, PLAIN, rates
 from evals.bench.config import DrafterConfig, check_decodes, check_least, check_sizes
-from evals.bench.evaluation import evaluation_alone
+from evals.bench.evaluation import evaluation
 from evals.bench.report import document, made_on, number, sampling, subject, table
 from evals.bench.requests import PromptSource
 from evals.bench.session import Session
@@ -73,7 +73,7 @@ class Config(DrafterConfig):
         return list(LOADS) if self.is_eagle else [OWN]
 
 
-@evaluation_alone("gating")
+@evaluation("gating")
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
     config = session.config

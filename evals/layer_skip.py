@@ -17,7 +17,7 @@ from eagle_train.results import json_text, redact
 from eagle_train.settings import build
 from evals.bench.answering import Run, batches_of
 from evals.bench.config import SampledConfig, check_decodes, check_least
-from evals.bench.evaluation import evaluation_alone, origin
+from evals.bench.evaluation import evaluation, origin
 from evals.bench.layer_search import Judge, search
 from evals.bench.report import loops
 from evals.bench.requests import check_fit
@@ -39,7 +39,7 @@ class Config(SampledConfig):
         check_decodes(self.max_tokens)
 
 
-@evaluation_alone("layer_skip")
+@evaluation("layer_skip")
 @torch.inference_mode()
 def main(values: DictConfig) -> None:
     session = Session(build(Config, values, ""))
@@ -63,14 +63,14 @@ def main(values: DictConfig) -> None:
         **origin(),
     }
     session.write("layer_skip.json", json_text(written, indent=2) + "\n")
-    for each in found[:5]:
-        print(
-            f"{each.speedup:.2f} times, chain{each.chain}: agreement {each.agreement:.2f}, layers {list(each.layers)}"
-        )
-    print(
+    best = [
+        f"{each.speedup:.2f} times, chain{each.chain}: agreement {each.agreement:.2f}, layers {list(each.layers)}"
+        for each in found[:5]
+    ]
+    session.say(
+        *best,
         *loops(written),
         f"written to {out}: layers.yaml (drafter.layers={out / 'layers.yaml'}), layer_skip.json",
-        sep="\n",
     )
 
 

@@ -23,6 +23,7 @@ from eagle_train.diagnosis.served_by_vllm import IN_VLLM, in_vllm
 from eagle_train.diagnosis.template import other_templates
 from eagle_train.diagnosis.texts import Part, Text, read_by_target, read_questions
 from eagle_train.diagnosis.tracing import parting
+from eagle_train.distributed import ALONE, World
 from eagle_train.drafts import Draft
 from eagle_train.errors import UserError, check
 from eagle_train.hardware import resolve_device
@@ -53,12 +54,14 @@ class Diagnosis:
         self.figures |= learnt.figures
 
 
-def examine(config: DoctorConfig) -> Diagnosis:
-    """The diagnosis of the draft in `config.draft.path`. Raises UserError."""
+def examine(config: DoctorConfig, world: World = ALONE) -> Diagnosis:
+    """The diagnosis of the draft in `config.draft.path`. `world`: the ranks that hold the target together; all examine,
+    and find the same. Raises UserError."""
     path = draft_directory(config.path, "draft")
     source = None if config.trained is None else draft_directory(config.trained, "trained")
     device = resolve_device(config.device)
-    target = load_target(config.target, device, reads=chats)
+    placement = "tensor" if world.size > 1 else "replicated"
+    target = load_target(config.target, device, placement, world, reads=chats)
     target.template_kwargs = {**(target.template_kwargs or {}), **(config.data.template_kwargs or {})}
     reading = read_draft(path, config.path, target)
     given = None if source is None else _trained(source, reading, target)
@@ -73,7 +76,7 @@ def examine(config: DoctorConfig) -> Diagnosis:
         made_from = reading if given is None and reading.is_run else given
         is_ours = made_from is not None and "steps" in made_from.training
         training = reading.training | (given.training if given is not None else {})
-        Examination(config, target, served.to(device).eval(), trained, reading, training, is_ours).run(found)
+        Examination(config, world, target, served.to(device).eval(), trained, reading, training, is_ours).run(found)
     found.findings = in_order(found.findings)
     return found
 
@@ -97,6 +100,7 @@ class Examination:
     def __init__(
         self,
         config: DoctorConfig,
+        world: World,
         target: Target,
         draft: Draft,
         trained: Draft | None,
@@ -104,8 +108,8 @@ class Examination:
         training: dict[str, Any],
         is_ours: bool,
     ):
-        self.config, self.target, self.served, self.reading, self.is_ours = config, target, draft, reading, is_ours
-        self.training = training
+        self.config, self.world, self.target, self.served = config, world, target, draft
+        self.reading, self.training, self.is_ours = reading, training, is_ours
         self.draft, self.trained = plain(draft), trained
         self.requests = Requests(target)
         self.questions = read_questions(config.data, config.limit, self.requests, config.max_tokens)
@@ -186,7 +190,7 @@ class Examination:
         asked = [question for number, question in enumerate(self.questions) if number in self.outputs]
         about, draft, outputs = self.reading.about, self.draft.config, list(self.outputs.values())
         try:
-            found.add(in_vllm(self.config, self.config.vllm, about, draft, self.requests, asked, outputs, self.depth))
+            found.add(in_vllm(self.config, about, draft, self.requests, asked, outputs, self.depth, self.world))
         except UserError as error:  # vLLM's own failure; no other check needs it
             found.failed = str(error)
             found.not_checked.append(NotChecked(IN_VLLM, found.failed))

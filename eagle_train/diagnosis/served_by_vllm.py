@@ -13,7 +13,8 @@ from eagle_train.diagnosis.causes import Finding, NotChecked
 from eagle_train.diagnosis.learning import Learnt
 from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.texts import Question
-from eagle_train.diagnosis.vllm import VLLM, Counts, counts_of, dtype_for, job_for, run_job, share_of_free, version_of
+from eagle_train.diagnosis.vllm import Counts, counts_of, dtype_for, job_for, run_job, share_of_free, version_of
+from eagle_train.distributed import ALONE, World
 from eagle_train.drafts import DraftConfig
 from eagle_train.drafts.layouts import Layout
 from eagle_train.inference import Output, Requests
@@ -27,22 +28,24 @@ behind. In fp32 24 prompts had the same counts in both."""
 
 def in_vllm(
     config: DoctorConfig,
-    vllm: VLLM,
     about: Artifact | None,
     draft: DraftConfig,
     requests: Requests,
     questions: Sequence[Question],
     outputs: Sequence[Output],
     depth: int,
+    world: World = ALONE,
 ) -> Learnt:
     """What vLLM accepts of the draft's files against our engine's counts. `about`: what our own artifact says, None
-    for a draft of others; `outputs`: our answers, a question each. Raises UserError where vLLM fails."""
+    for a draft of others; `outputs`: our answers, a question each; `world`: the ranks that hold the target together, of
+    which the first starts vLLM, on as many GPUs. Raises UserError where vLLM fails."""
     layout = _of_others(draft) if about is None else _of_ours(about)
     if isinstance(layout, str):
         return _not_asked(layout)
-    if shutil.which(vllm.python) is None:
+    vllm = config.vllm
+    if not world.by_main(lambda: shutil.which(vllm.python) is not None):
         return _not_asked(f"vllm.python={vllm.python}: no such program; `bash launch/vllm.sh` makes it")
-    version, own, target = version_of(vllm.python), counts_of(outputs, config.max_tokens), requests.target
+    own, target = counts_of(outputs, config.max_tokens), requests.target
     prompts = [question.prompt for question in questions]
     job = job_for(
         config.target.path,
@@ -55,9 +58,10 @@ def in_vllm(
         max_tokens=config.max_tokens,
         stop_ids=requests.stop_ids,
         more=share_of_free(target.device) | (vllm.arguments or {}),
+        ranks=world.size,
         trust_remote_code=config.target.trust_remote_code,
     )
-    served = run_job(job, vllm, Path(config.out))
+    version, served = world.by_main(lambda: (version_of(vllm.python), run_job(job, vllm, Path(config.out))))
     figures: dict[str, Any] = {"vllm": {**served.figures, "version": version}, "engine": own.figures}
     if served.acceptance_length >= (1 - LEAST_LOSS) * own.acceptance_length:
         return Learnt([], [], figures)

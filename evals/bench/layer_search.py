@@ -22,7 +22,7 @@ Text = tuple[list[int], list[int]]
 
 class Found(NamedTuple):
     """A set of layers. `agreement`: the share of right first drafts; `cost`: what share of the weights of a target call
-    a draft reads; `speedup`: expected of a chain of `chain` drafts."""
+    a draft reads, of a divided target on one rank; `speedup`: expected of a chain of `chain` drafts."""
 
     layers: tuple[int, ...]
     agreement: float

@@ -14,7 +14,7 @@ from eagle_train.diagnosis.vllm import VLLM, Counts, dtype_for, run_job, share_o
 from eagle_train.errors import UserError
 from tests.support.command_line import call
 from tests.support.doctor_models import PLACE
-from tests.support.fake_vllm import GOOD, giving, interpreter
+from tests.support.fake_vllm import GOOD, counts, giving, interpreter
 from tests.support.planted import causes, edited, examined, exported, native
 
 
@@ -78,15 +78,6 @@ def test_vllm_and_its_children_are_ended_after_the_timeout(tmp_path):
 def test_a_python_without_vllm_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"cannot import vllm: ModuleNotFoundError: No module named 'vllm'; `bash"):
         version_of(sys.executable)
-
-
-def counts(*accepted: int) -> str:
-    """Code that answers as vLLM would: 10 rounds, of which so many accepted depth 1, 2, 3, and two tokens an answer."""
-    answer = {"drafts": 10, "draft_tokens": 30, "accepted_tokens": sum(accepted)}
-    answer |= {"accepted_tokens_per_pos": list(accepted), "token_ids": None}
-    return f"answer = {answer!r}\nanswer['token_ids'] = [[4, 5] for _ in job['prompts']]\n" + (
-        "json.dump(answer, open(job['answer'], 'w'))"
-    )
 
 
 def test_the_doctor_asks_vllm_where_it_is(tmp_path):

@@ -15,8 +15,10 @@ from eagle_train.errors import UserError
 from evals import ceilings, experiments, load_memory, loss_memory, stream_memory, train_throughput
 from tests.support.command_line import call, read_jsonl, write_jsonl
 from tests.support.divided_job import call_all
+from tests.support.doctor_models import PLACE
 from tests.support.eval_inputs import TEMPLATE, arguments, make_home
-from tests.support.fake_vllm import GOOD, interpreter
+from tests.support.fake_vllm import GOOD, counts, interpreter
+from tests.support.planted import exported
 from tests.support.processes import run, start_ranks
 from tests.support.switches import make_switches_home, switches_config
 
@@ -42,6 +44,8 @@ def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
     data = ["device=cpu", "data=messages", f"data.path={home}/chats.jsonl"]
     calibrated = ["layout=vllm", "quant=int4", "quant.scope=all_linear", "rounding=gptq", "calibration_tokens=40"]
     once = ["rate=60", "requests=3"]
+    doctor = [f"target={PLACE}/target", f"data.path={PLACE}/questions.jsonl", "limit=6", "max_tokens=24", "device=cpu"]
+    doctor += [f"draft={home}/doctor/draft", f"vllm.python={home}/doctor/python"]
     shapes = ["shapes=tiny", "acceptance=[0.8,0.6]", "context_lengths=[12]", "trees=[chain2]", "draft.window=8"]
     return [
         asked("mt_bench", "tree=d2_bf2", "batch_size=2"),
@@ -63,6 +67,18 @@ def commands(home: Path, out: Path) -> list[tuple[str, list[str]]]:
             ],
         ),
         asked("serving", f"draft.path={home}/one/draft", f"vllm.python={home}/python", "batch_size=2"),
+        asked("gating", *few, "batch_sizes=[2]", "settle=0", "others=[]"),
+        (
+            "evals.layer_skip",
+            [
+                f"target={home}/target",
+                f"questions={home}/questions.jsonl",
+                f"out={out}/layer_skip",
+                "max_tokens=8",
+                "device=cpu",
+            ],
+        ),
+        ("eagle_train.doctor", [*doctor, f"out={out}/doctor"]),
     ]
 
 
@@ -72,6 +88,8 @@ def home(tmp_path_factory) -> Path:
     (home / "target" / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}" + TEMPLATE)
     write_jsonl(home / "chats.jsonl", CHATS)
     interpreter(home, ANSWERING)
+    exported(home / "doctor" / "draft", "eagle3", "vllm")
+    interpreter(home / "doctor", counts(10, 10, 10))
     call_all(commands(home, home / "one"))
     start_ranks(2, "divided_job", commands(home, home / "two"))
     return home
@@ -190,6 +208,35 @@ def test_serving(home):
     one, two = found(home, read_json, "serving", "results.json")
     assert one["eagle_train"] == two["eagle_train"]
     sizes = [job["llm"]["tensor_parallel_size"] for job in found(home, read_json, "serving", "vllm_job.json")]
+    assert sizes == [1, 2]
+
+
+@pytest.mark.ranks
+def test_gating(home):
+    """All loads are played to their end with engines that choose, on each rank alike."""
+    one, two = (result["rows"] for result in found(home, read_json, "gating", "results.json"))
+    assert [row["load"] for row in one] == [row["load"] for row in two] == ["noise", "half", "good", "own"]
+    assert all(row["gate"]["share"] > 0 < row["auto"]["share"] for row in two)
+
+
+@pytest.mark.ranks
+def test_layer_skip(home):
+    one, two = (result["tried"] for result in found(home, read_json, "layer_skip", "layer_skip.json"))
+    alone, divided = ({tuple(each["layers"]): each["agreement"] for each in tried} for tried in (one, two))
+    both = alone.keys() & divided.keys()  # the search goes by costs, of which the whole LM head is a larger part here
+    assert len(both) > 1
+    assert [alone[each] for each in both] == [divided[each] for each in both]
+    assert (home / "two/layer_skip/layers.yaml").exists()
+
+
+@pytest.mark.ranks
+def test_the_doctor(home):
+    """Both find the same draft healthy, by the same figures; the first rank asks vLLM on as many processes."""
+    one, two = found(home, read_json, "doctor", "results.json")
+    assert one["healthy"]
+    for key in ("healthy", "tpc", "rounds", "rounds_that_differ", "acceptance_per_depth", "engine", "vllm"):
+        assert one[key] == two[key], key
+    sizes = [job["llm"]["tensor_parallel_size"] for job in found(home, read_json, "doctor", "vllm_job.json")]
     assert sizes == [1, 2]
 
 

@@ -22,3 +22,12 @@ def giving(answer: dict | str) -> str:
     """Code that writes this answer."""
     text = answer if isinstance(answer, str) else json.dumps(answer)
     return f"open(job['answer'], 'w').write({text!r})"
+
+
+def counts(*accepted: int) -> str:
+    """Code that answers as vLLM would: 10 rounds, of which so many accepted depth 1, 2, 3, and two tokens an answer."""
+    answer = {"drafts": 10, "draft_tokens": 30, "accepted_tokens": sum(accepted)}
+    answer |= {"accepted_tokens_per_pos": list(accepted), "token_ids": None}
+    return f"answer = {answer!r}\nanswer['token_ids'] = [[4, 5] for _ in job['prompts']]\n" + (
+        "json.dump(answer, open(job['answer'], 'w'))"
+    )
