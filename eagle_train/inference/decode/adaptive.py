@@ -9,7 +9,6 @@ Knows nothing of tensors or of how trees are drafted.
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from eagle_train.inference.decode.acceptance import Acceptance
@@ -19,8 +18,8 @@ from eagle_train.inference.decode.round_costs import RoundCosts
 from eagle_train.inference.drafters.drafter import TreePlan
 
 _CLEARLY_WORSE = 0.97  # of plain decoding's tokens a second: drafts are on their way out
-_BETTER = 1.015  # a change takes time too
-_AS_GOOD = 0.985  # of the best drafts' tokens a second: the shallowest of those are taken
+_BETTER = 1.03  # a change takes time too
+_AS_GOOD = 0.97  # of the best drafts' tokens a second: the shallowest of those are taken
 _FIRST_RETRY, _LAST_RETRY = 128, 2048  # plain rounds before drafts are tried again
 _PLAIN_FIRST, _PLAIN_EVERY = 24, 512  # rounds after which some are plain, so that their time is known, and known again
 _EVERY = 4  # rounds after which a choice is thought over, or earlier with other rows: thinking takes time
@@ -172,11 +171,23 @@ class Adaptive:
         totals = [alone] * (deepest + 1)
         tokens = alone
         for each in drafting:
-            by_depth = list(accumulate(each.shares(deepest), initial=1.0))
+            by_depth = self._kept(each.shares(deepest))
             tokens += by_depth[used]
             for depth, own in enumerate(by_depth):
                 totals[depth] += by_depth[used] / own
         return [tokens * rows / total for total in totals]
+
+    def _kept(self, shares: Sequence[float]) -> list[float]:
+        """Tokens that a round brings a row, by how deep drafts are, from 0 on, but for those behind the answer's end:
+        (E[n^2] / E[n] - 1) / 2 of a last round of n tokens, on average over where it ends (renewal theory)."""
+        length = self.opening.lengths.answer
+        tokens = squares = 1.0
+        kept = [tokens]
+        for depth, share in enumerate(shares, 1):
+            tokens += share
+            squares += (2 * depth + 1) * share
+            kept.append(tokens / (1 + (squares / tokens - 1) / 2 / length))
+        return kept
 
     def _hoped(self, depth: int, drafting: Sequence[Acceptance]) -> float:
         """Tokens that such drafts bring besides, if new requests are good ones. Where requests differ, one may be,

@@ -5,6 +5,7 @@ answers are. Where it is too little, some requests have drafters now and then, s
 DESIGN section 3.5. Knows nothing of plans, acceptance or tensors.
 """
 
+import math
 from collections.abc import Callable
 
 _SIZES = 16  # of batches, by powers of two
@@ -42,6 +43,11 @@ class Lengths:
     def prompt(self) -> float:
         """Tokens that a request reads; those that the cache has are not counted."""
         return self._read / max(1.0, self._begun)
+
+    @property
+    def answer(self) -> float:
+        """Tokens that a request decodes; infinite while no one has ended."""
+        return max(1.0, self._written / self._ended) if self._ended else math.inf
 
     def decoded(self, most: int) -> float:
         """Tokens that a request will decode; it may write `most`."""

@@ -185,6 +185,11 @@ def _is_jump(wrong: float, variance: float) -> bool:
 def _timed(plans: list[TreePlan], size: int, seconds: Callable[[TreePlan, int], float]) -> list[float]:
     """Each plan's least time of several, in turn: what else the machine does only adds to it. Some rounds of a plan
     follow one another, and the first does not count: a round after one of another plan finds the caches of the
-    processor cold, which adds the most to the shortest."""
+    processor cold, which adds the most to the shortest. None takes longer than one with as many nodes and as deep."""
     turns = [{plan: [seconds(plan, size) for _ in range(_IN_A_ROW)] for plan in plans} for _ in range(_TURNS)]
-    return [min(time for turn in turns for time in turn[plan][1:]) for plan in plans]
+    least = {plan: min(time for turn in turns for time in turn[plan][1:]) for plan in plans}
+    return [min(time for larger, time in least.items() if _holds(larger, plan)) for plan in plans]
+
+
+def _holds(larger: TreePlan, plan: TreePlan) -> bool:
+    return larger.tree.num_nodes >= plan.tree.num_nodes and larger.tree.max_depth >= plan.tree.max_depth

@@ -366,7 +366,31 @@ def test_times_that_jump_say_nothing_of_plans_by_each_other(before, slower):
     assert [costs.seconds(plan, 1) for plan in plans] == pytest.approx(expected, rel=0.04)
 
 
-@pytest.mark.parametrize(("better", "depth"), [(1.01, 1), (1.05, 2)])
+def test_what_slows_a_plan_at_the_start_makes_it_no_dearer_than_deeper_ones():
+    """Something else ran while chains of 1 were timed."""
+    plans = [PLAIN, *map(TreePlan, map(chain, (1, 2, 3)))]
+    times = {0: 1.0, 1: 9.0, 2: 1.5, 3: 1.75}
+    costs = RoundCosts(plans, [1], lambda plan, rows: times[plan.tree.max_depth])
+    assert [costs.seconds(plan, 1) for plan in plans] == [1.0, 1.5, 1.5, 1.75]
+
+
+@pytest.mark.parametrize(("answer", "depth"), [(None, 7), (1000, 7), (7, 1)])
+def test_drafts_behind_the_end_of_an_answer_bring_nothing(answer, depth):
+    """All are accepted. Chains of 7 bring 1.25 times the tokens a second of chains of 1, but of short answers."""
+    dispatcher, times = Dispatcher(AutoTree((1, 7))), {0: 1.0, 1: 1.0, 7: 3.2}
+    plans = [PLAIN, *dispatcher.choices(1)]
+    adaptive = Adaptive(
+        dispatcher, PLAIN, RoundCosts(plans, [1], lambda plan, _: times[plan.tree.max_depth]), no_reading
+    )
+    row = Request(1.0, acceptance=Acceptance(10_000))
+    for _ in range(10_000):
+        row.acceptance.add(7, 7)
+    for _ in range(0 if answer is None else 50):
+        adaptive.opening.lengths.answered(answer)
+    assert adaptive.choose([row]).tree.max_depth == depth
+
+
+@pytest.mark.parametrize(("better", "depth"), [(1.02, 1), (1.05, 2)])
 def test_of_drafts_that_are_as_good_the_shallowest_are_taken(better, depth):
     """Chains of 2 bring `better` times the tokens a second of chains of 1, and both more than no drafts."""
     dispatcher, row = Dispatcher(AutoTree((1, 2))), Request(0.5)
