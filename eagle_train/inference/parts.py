@@ -17,7 +17,6 @@ from eagle_train.errors import OptionError, check, shown
 from eagle_train.hardware import current, resolve_device
 from eagle_train.inference.cache.block_memory import BlockMemory
 from eagle_train.inference.cache.block_pool import BlockPool, blocks_for
-from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.cache.prefix_cache import PrefixCache
 from eagle_train.inference.compiling import compile_rounds
 from eagle_train.inference.decode.adaptive import Adaptive
@@ -130,7 +129,7 @@ def _of_loaded(
         memory.reserve_least()
         adaptive = calibrated(runner, dispatcher, plain)
     caching = filter(runner.drafters.caching, runner.drafters.by_name)
-    prefixes = PrefixCache(memory, config.host_kv_tokens // BLOCK, caching) if config.prefix_cache else None
+    prefixes = PrefixCache(memory, config.host_kv_tokens, caching) if config.prefix_cache else None
     scheduler = Scheduler(memory.pool, config.max_batch_size, ahead, prefixes)
     requests = Requests(target)
     prefiller = LocalPrefiller(runner, requests, scheduler.register)

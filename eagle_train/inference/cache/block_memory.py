@@ -126,7 +126,7 @@ class BlockMemory:
             grown = [store.grown(blocks) for store in self.stores]
         except RuntimeError as error:  # of the allocator
             reason = one_line(error)
-        size = in_words(blocks * self._block_bytes)
+        size = self.in_words(blocks)
         if self.ranks.least(len(grown)) == 0:
             raise OptionError(
                 f"kv_tokens={self.kv_tokens}: no memory for the keys and values of {blocks * BLOCK} tokens, "
@@ -134,6 +134,10 @@ class BlockMemory:
                 "kv_tokens",
             )
         return grown
+
+    def in_words(self, blocks: int) -> str:
+        """The size of so many blocks in all stores."""
+        return in_words(blocks * self._block_bytes)
 
     @property
     def _block_bytes(self) -> int:

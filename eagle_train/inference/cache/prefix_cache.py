@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 import torch
 
+from eagle_train.errors import OptionError, one_line
 from eagle_train.inference.cache.block_memory import BlockMemory, by_block_of
 from eagle_train.inference.cache.prefix import BLOCK
 from eagle_train.inference.requests.sequence import Sequence
@@ -32,15 +33,13 @@ def block_hashes(tokens: list[int], hashes: list[bytes], kind: str = "") -> list
 class HostKV:
     """Evicted blocks in host memory, by hash, with least-recently-used replacement."""
 
-    def __init__(self, memory: BlockMemory, blocks: int):
-        """`blocks`: the capacity."""
+    def __init__(self, memory: BlockMemory, tokens: int):
+        """`tokens`: the capacity, at least a block. Raises OptionError where there is no memory for it."""
         # Not the memory, whose pool calls this: a circle is freed late.
-        self._stores, self._blocks = memory.stores, blocks
+        self._stores, self._blocks = memory.stores, tokens // BLOCK
         self.place: dict[bytes, int] = {}  # entry of the tensors by hash, the least recently used first
-        self._free = list(range(blocks))  # entries
-        self._kept = [
-            self._allocated(tensor) for tensor in memory.by_block
-        ]  # [blocks, n, ...] for each [n, blocks, ...]
+        self._kept = self._allocated(memory, tokens)  # [blocks, n, ...] for each [n, blocks, ...]
+        self._free = list(range(self._blocks))  # entries; it would take the memory that is not there
 
     def put(self, blocks: list[int], hashes: list[bytes]) -> None:
         """Copy these blocks from the stores to the host; if not all fit, the last ones. Where it runs out of memory,
@@ -70,20 +69,31 @@ class HostKV:
             return True
         return False
 
-    def _allocated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned memory [blocks, n, ...] for a tensor [n, blocks, ...]: a block is contiguous, so that its copy is
-        asynchronous."""
-        return empty_pinned((self._blocks, tensor.shape[0], *tensor.shape[2:]), tensor.dtype, tensor.device)
+    def _allocated(self, memory: BlockMemory, tokens: int) -> list[torch.Tensor]:
+        """Pinned memory [blocks, n, ...] for each tensor [n, blocks, ...]: a block is contiguous, so that its copy is
+        asynchronous. Raises OptionError where memory runs out on this rank or another."""
+        kept, reason = list[torch.Tensor](), "on another rank"
+        try:
+            kept = [empty_pinned((self._blocks, x.shape[0], *x.shape[2:]), x.dtype, x.device) for x in memory.by_block]
+        except (RuntimeError, TypeError) as error:  # of the allocator; of a size beyond 64 bits
+            reason = one_line(error)
+        if memory.ranks.least(len(kept)) == 0:
+            size = memory.in_words(self._blocks)
+            raise OptionError(
+                f"host_kv_tokens={tokens}: the host has no memory for their keys and values, {size}; give fewer: "
+                f"{reason}"
+            )
+        return kept
 
 
 class PrefixCache:
     """Finds cached blocks for the prefix of a sequence, and registers the blocks that sequences fill."""
 
-    def __init__(self, memory: BlockMemory, host_blocks: int, drafters: Iterable[str] = ()):
-        """`host_blocks`: capacity in host memory for evicted blocks; 0: none. `drafters`: names of those with caches,
-        whose blocks differ."""
+    def __init__(self, memory: BlockMemory, host_tokens: int, drafters: Iterable[str] = ()):
+        """`host_tokens`: capacity in host memory for evicted blocks, at least a block; 0: none. `drafters`: names of
+        those with caches, whose blocks differ. Raises OptionError where the host lacks that memory."""
         self._pool, self._drafters = memory.pool, tuple(drafters)
-        self.host = HostKV(memory, host_blocks) if host_blocks > 0 else None
+        self.host = HostKV(memory, host_tokens) if host_tokens > 0 else None
         if self.host is not None:
             self._pool.on_evict = self.host.put
 

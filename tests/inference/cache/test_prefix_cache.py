@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from eagle_train.errors import OptionError
 from eagle_train.inference import Engine, SamplingParams
 from eagle_train.inference.cache import prefix_cache
 from eagle_train.inference.cache.block_memory import BlockMemory
@@ -254,7 +255,7 @@ def test_host_memory_keeps_the_most_recently_used():
     (memory,) = store.memory
     memory[0::2] = torch.arange(6 * BLOCK).view(1, -1, 1, 1)
     memory[1::2] = -memory[0::2]
-    host = HostKV(memory_of(store, BlockPool(4)), 3)
+    host = HostKV(memory_of(store, BlockPool(4)), 3 * BLOCK)
     host.put([1, 2], [b"1", b"2"])
     assert host.touch(b"1")
     host.put([3, 1, 4], [b"3", b"1", b"4"])  # 1 is there already: 2 makes room
@@ -275,7 +276,7 @@ def test_what_was_copied_to_the_host_in_part_is_not_found(monkeypatch):
     stores = [PagedKV({0: KVShape(1, 4, 4)}, 6, torch.float32, "cpu") for _ in range(2)]
     for store in stores:
         store.by_block[0][:] = torch.arange(6.0).view(1, 6, 1, 1, 1)
-    host = HostKV(BlockMemory(stores, BlockPool(4), Ranks(), None), 2)
+    host = HostKV(BlockMemory(stores, BlockPool(4), Ranks(), None), 2 * BLOCK)
     host.put([1, 2], [b"1", b"2"])
     fail_at(monkeypatch, prefix_cache, "to_device", 2)
     with pytest.raises(MemoryError):
@@ -284,6 +285,13 @@ def test_what_was_copied_to_the_host_in_part_is_not_found(monkeypatch):
     host.put([3], [b"3"])
     host.get([b"2", b"3"], [4, 5])
     assert [store.by_block[0][0, 4:].flatten(1).unique(dim=1).tolist() for store in stores] == [[[2], [3]]] * 2
+
+
+@pytest.mark.parametrize("tokens", [10**15, 2**62])
+def test_host_memory_that_is_not_there_is_told(tokens):
+    said = rf"^host_kv_tokens={tokens}: the host has no memory for their keys and values, [\d,]+\.\d GiB; give fewer: "
+    with pytest.raises(OptionError, match=said):
+        Engine(shared_target(), prefix_cache=True, host_kv_tokens=tokens)
 
 
 class Caching(Drafter):
@@ -330,7 +338,7 @@ def test_a_gap_ends_what_is_found():
         PagedKV({0: KVShape(1, 4, 4)}, 10, torch.float32, "cpu"),
         random_tokens(5 * BLOCK)[0],
     )
-    prefixes, names = PrefixCache(memory_of(store, pool), 4), block_hashes(text, [])
+    prefixes, names = PrefixCache(memory_of(store, pool), 4 * BLOCK), block_hashes(text, [])
     prefixes.host.put([2, 3, 5], [names[0], names[1], names[3]])
     sequence = Sequence(0, text, GREEDY, frozenset())
     prefixes.attach(sequence)
