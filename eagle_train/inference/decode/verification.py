@@ -62,7 +62,8 @@ class Verification:
         if q is None or draws is None:  # without both: accept what the target draws itself, correct for any drafts
             return sampled(tree, tokens, logits, sampling, seeds, lengths)
         assert isinstance(tree, Tree)
-        return drawn(tree, tokens, logits, sampling, draws, q, self.drafting == "multinomial")
+        # A row without drafts has no tokens, and a q of 0.
+        return drawn(tree, tokens.clamp(min=0), logits, sampling, draws, q, self.drafting == "multinomial")
 
     def compile(self, sizes: list[tuple[int, TreePlan]], lm_head: torch.Tensor) -> list[Callable[[], None]]:
         """Use torch.compile from now on. Returns calls that compile for these pairs of rows and plan.

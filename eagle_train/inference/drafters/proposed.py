@@ -50,13 +50,13 @@ class Proposed(NamedTuple):
 
     @property
     def offered(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens and q by which nodes are accepted. Of a row without drafts no node is: its nodes hold its pending
-        token, which the target may well repeat, but plain decoding has one token a round."""
+        """Tokens and q by which nodes are accepted; where nothing was drawn in the round, by the tokens alone.
+        Of a row without drafts no node is: its nodes hold its pending token, which the target may well repeat, but
+        plain decoding has one token a round."""
         if self.undrafted is None:
             return self.tokens, self.q
-        if self.q is None:
-            return self.tokens.masked_fill(self.undrafted[:, None], NO_TOKEN), None
-        return self.tokens, self.q.masked_fill(self.undrafted[:, None, None], 0.0)
+        tokens = self.tokens.masked_fill(self.undrafted[:, None], NO_TOKEN)
+        return tokens, None if self.q is None else self.q.masked_fill(self.undrafted[:, None, None], 0.0)
 
 
 def tree_of(part: Part) -> AnyTree:

@@ -371,12 +371,19 @@ class Once(Drafter):
 
 
 @pytest.mark.parametrize("tree", ["chain3", "d2_bf2"])
-@pytest.mark.parametrize("how", ["tokens", "recorded", "raises", "faults", "q"])
-def test_of_a_row_that_is_at_fault_nothing_is_accepted(tree, how):
-    """In that round too, in which its nodes hold its pending token, though that would be right."""
+@pytest.mark.parametrize(
+    ("how", "drafting", "temperature"),
+    [
+        *((how, "greedy", 0.0) for how in ("tokens", "recorded", "raises", "faults", "q")),
+        *(("q", drafting, 0.3) for drafting in ("greedy", "multinomial")),
+        ("q", "multinomial", 0.0),
+    ],
+)
+def test_of_a_row_that_is_at_fault_nothing_is_accepted(tree, how, drafting, temperature):
+    """In that round too, in which its nodes hold its pending token, though that would be right; where q is given and
+    nothing is drawn, too."""
     target = Target(tiny_model("gemma2", tie_word_embeddings=True), name="repeats itself")
-    params = replace(GREEDY, temperature=0.3 if how == "q" else 0.0)
-    drafting = "multinomial" if how == "q" else "greedy"
+    params = replace(GREEDY, temperature=temperature)
     engine = Engine(target, Once(how), tree, max_batch_size=3, drafting=drafting)
     if how == "recorded":
         recorded(engine)
