@@ -40,6 +40,8 @@ class Drafters:
         self.by_name, self._ranks, self._width = dict(drafters), ranks, width
         needs = [each.needs for each in self.by_name.values()]
         self.layers = tuple(sorted({layer for each in needs for layer in each.layers}))
+        if len(needs) == 1:  # which is given the states as they are
+            self.layers = needs[0].layers
         self.need_logits = any(each.logits for each in needs)
         self.are_checked = len(needs) > 1 or any(each.checks or each.texts for each in needs)
         self.varies = len(needs) > 1 or any(each.by_row for each in needs)  # trees may differ by row

@@ -243,12 +243,14 @@ class Watching(Drafter):
     def __init__(self, layers: tuple[int, ...]):
         self.needs, self.caches = Needs(layers=layers, logits=True), ()
         self.prompts: list[torch.Tensor] = []
+        self.given: list[DraftRound] = []
         self.told: list[Outcome] = []
 
     def prefill(self, prefix, tokens, positions, hidden, before, counts):
         self.prompts.append(hidden)
 
     def propose(self, round: DraftRound) -> Drafted:
+        self.given.append(round)
         return Drafted(round.pending.last.repeat(1, round.plan.tree.num_nodes))
 
     def rewind(self, round: DraftRound, drafted: Drafted, outcome: Outcome) -> Pending:
@@ -257,21 +259,24 @@ class Watching(Drafter):
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"prefix_cache": True}])
-def test_a_drafter_is_given_the_states_of_the_layers_that_it_names(options, graphs):
-    """As transformers has them, in its order, and beside the last ones; in a batch with another that names others."""
+@pytest.mark.parametrize("each", [[(1, 0), (1,)], [(1, 0)], [(2, 0, 2)]], ids=str)
+def test_a_drafter_is_given_the_states_of_the_layers_that_it_names(each, options, graphs):
+    """As transformers has them, in its order, and beside the last ones; in a batch with another that names others, and
+    alone."""
     target: Target = shared_target("llama")
-    first, other = Watching((1, 0)), Watching((1,))
-    engine = Engine(target, {"first": first, "other": other}, "chain2", **options)
-    params = [SamplingParams(max_tokens=4, ignore_eos=True, drafter=name) for name in ("first", "other")]
-    outputs = engine.generate(PROMPTS[:2], params)
-    assert token_ids(outputs) == [answer[:4] for answer in answers("llama")[:2]]
-    for row, (drafter, layers) in enumerate(((first, (1, 0)), (other, (1,)))):
+    drafters = {f"of {layers}": Watching(layers) for layers in each}
+    engine = Engine(target, drafters, "chain2", **options)
+    params = [SamplingParams(max_tokens=4, ignore_eos=True, drafter=name) for name in drafters]
+    outputs = engine.generate(PROMPTS[: len(each)], params)
+    assert token_ids(outputs) == [answer[:4] for answer in answers("llama")[: len(each)]]
+    for row, (drafter, layers) in enumerate(zip(drafters.values(), each, strict=True)):
         text = PROMPTS[row] + outputs[row].token_ids
         places, attend = torch.arange(len(text))[None], packed_attention([[len(text)]])
         states = target.states(layers)(torch.tensor([text]), places, attend)
         assert drafter.prompts[0].shape[-1] == 32 * (1 + len(layers))
         torch.testing.assert_close(drafter.prompts[0][0, : len(PROMPTS[row])], states[0, : len(PROMPTS[row])])
-        first_round = drafter.told[0]
+        read, first_round = drafter.given[0].pending.hidden, drafter.told[0]
+        torch.testing.assert_close(read[0, 0], states[0, len(PROMPTS[row]) - 1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(first_round.hidden[0, 0], states[0, len(PROMPTS[row])], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(
             first_round.logits[0, 0], target.lm_head(states[0, len(PROMPTS[row]), :32]), rtol=1e-4, atol=1e-4
