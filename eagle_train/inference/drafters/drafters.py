@@ -360,9 +360,11 @@ def _plan_of(drafter: Drafter, plan: TreePlan) -> TreePlan:
     """A drafter's own plan in place of the engine's."""
     needs, tree = drafter.needs, plan.tree
     if needs.tree is not None:
-        return TreePlan(needs.tree.to(plan.device))
+        tree = needs.tree.to(plan.device)
     if needs.by_row and isinstance(tree, Tree):
         return TreePlan(OpenTree(tree.num_nodes, tree.num_nodes - 1))
+    if needs.tree is not None:
+        return TreePlan(tree)
     name = type(drafter).__name__
     if isinstance(tree, DynamicTree):
         _check_grows(drafter, plan)

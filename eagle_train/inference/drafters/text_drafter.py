@@ -50,8 +50,8 @@ class TextDrafter(Drafter):
     def propose(self, round: DraftRound) -> Drafted:
         """The drafts of all rows, padded to the largest."""
         assert round.texts is not None
-        most, device = round.plan.tree.num_nodes - 1, round.pending.tokens.device
-        found, faults = self._drafts(round.texts, most, round.vocab_size)
+        tree, device = round.plan.tree, round.pending.tokens.device
+        found, faults = self._drafts(round.texts, tree.num_nodes - 1, tree.max_depth, round.vocab_size)
         nodes = 1 + max(len(each.tokens) for each in found)
         rows = [each.tokens + [0] * (nodes - 1 - len(each.tokens)) for each in found]
         tokens = to_device(rows, device, torch.long) if nodes > 1 else round.pending.last[:, :0]
@@ -59,15 +59,17 @@ class TextDrafter(Drafter):
         if all(each.parents == list(range(len(each.parents))) for each in found):
             trees = RowChains(to_device([len(each.tokens) for each in found], device, torch.long), nodes)
         else:
-            trees = RowTrees.of([[0, *each.parents] for each in found], round.plan.tree.max_depth, device)
+            trees = RowTrees.of([[0, *each.parents] for each in found], tree.max_depth, device)
         return Drafted(torch.cat((round.pending.last, tokens), 1), trees=trees, faults=faults)
 
-    def _drafts(self, texts: list[RowText], most: int, vocab_size: int) -> tuple[list[TextTree], dict[int, str]]:
+    def _drafts(
+        self, texts: list[RowText], most: int, deepest: int, vocab_size: int
+    ) -> tuple[list[TextTree], dict[int, str]]:
         """Each row's draft, and the rows that have none for a fault, with its reason."""
         found, faults = [TextTree([], [])] * len(texts), dict[int, str]()
         for row, text in enumerate(texts):
             try:
-                found[row] = _checked(self._call(partial(self.draft, text, most)), most, vocab_size)
+                found[row] = _checked(self._call(partial(self.draft, text, most)), most, deepest, vocab_size)
             except Exception as error:  # whatever a user's code raises
                 faults[row] = one_line(error)
         return found, faults
@@ -123,8 +125,9 @@ def _started() -> tuple[threading.Thread, SimpleQueue]:
     return thread, calls
 
 
-def _checked(draft: list[int] | TextTree, most: int, vocab_size: int) -> TextTree:
-    """The first `most` nodes of what `draft` returned. Raises UserError where it is no tree of the target's tokens."""
+def _checked(draft: list[int] | TextTree, most: int, deepest: int, vocab_size: int) -> TextTree:
+    """The first `most` nodes of what `draft` returned. Raises UserError where it is no tree of the target's tokens, or
+    has more than `deepest` levels."""
     if isinstance(draft, list):
         draft = TextTree(draft, list(range(len(draft))))
     if not isinstance(draft, TextTree):
@@ -136,4 +139,9 @@ def _checked(draft: list[int] | TextTree, most: int, vocab_size: int) -> TextTre
             raise UserError(f"it drafted the token {shown(token)}; tokens must be from 0 to {vocab_size - 1}")
         if not (is_whole(parent, 0) and parent <= node):
             raise UserError(f"node {node + 1} has the parent {shown(parent)}; it must be a node from 0 to {node}")
+    if len(tokens) > deepest:  # fewer cannot be too deep
+        depth = [0]
+        for parent in parents:
+            depth.append(depth[parent] + 1)
+        check(max(depth) <= deepest, f"it drafted {max(depth)} levels; its tree has {deepest} (Needs.tree)")
     return TextTree(tokens, parents)

@@ -463,6 +463,23 @@ def test_a_text_drafters_mistake_is_one_warning_of_its_request(make, reason):
     assert len(drafter.left) == len(set(drafter.left)) == len(PROMPTS)
 
 
+@pytest.mark.parametrize("first", [[], [3]])
+def test_drafts_deeper_than_their_tree_are_one_warning_of_each_request(first):
+    """Chains, and trees with a wrong node first."""
+
+    def make(text: RowText) -> TextTree:
+        right = answers("llama")[PROMPTS.index(text.prompt)][len(text.answer) :][:6]
+        parents = [*(0 for _ in first), 0, *range(len(first) + 1, len(first) + len(right))]
+        return TextTree([*first, *right], parents)
+
+    drafter = Texts(make)
+    drafter.needs, drafter.timeout_s = replace(Texts.needs, tree=OpenTree(9, 2)), None
+    found, said = decoded(drafter)
+    assert found == cut(answers("llama"))
+    reason = "drafter texts: it drafted 6 levels; its tree has 2 (Needs.tree)"
+    assert sorted(said) == [f"{reason}; request {row} goes on without drafts" for row in range(len(PROMPTS))]
+
+
 def test_a_draft_that_is_late_is_a_fault_of_its_request():
     def slow(text: RowText) -> list[int]:
         time.sleep(1.0 if text.prompt == PROMPTS[1] else 0)

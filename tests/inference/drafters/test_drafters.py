@@ -42,6 +42,18 @@ def test_trees_that_differ_by_row(family, options):
     assert len(set(drafter.seen)) == len(drafter.seen) or options.get("overlap")  # asked once for each text
 
 
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_static_tree_of_a_drafter_whose_trees_differ_by_row_says_how_many_nodes_they_have(replays):
+    drafter = Oracle(answers("llama"))
+    drafter.needs = replace(Oracle.needs, tree=full(2, 2))
+    engine = Engine(shared_target(), drafter, "chain1", max_batch_size=2)
+    if replays:
+        recorded(engine)
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert token_ids(outputs) == cut(answers("llama"))
+    assert max(max(output.rounds) for output in outputs) > full(2, 2).max_depth + 1
+
+
 def brute_force(parents: list[int], real: list[bool], match: list[bool]) -> tuple[int, list[int]]:
     """The deepest node that matches with all its ancestors, and the path to it."""
 
