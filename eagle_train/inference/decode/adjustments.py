@@ -15,7 +15,7 @@ import torch
 from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.sampling import at_least_float32
 from eagle_train.inference.parallel.tensor_parallel import Ranks
-from eagle_train.ops.transfer import to_device
+from eagle_train.ops.transfer import host_to_device, to_device
 
 
 @dataclass(frozen=True)
@@ -124,19 +124,21 @@ class Adjustments:
 
     def _table(self, rows: Sequence[Mapping[int, float]]) -> torch.Tensor | None:
         """float32 [J, V] on the device, 0 where a row has no entry; None where none has any."""
-        entries = [(place, token, value) for place, row in enumerate(rows) for token, value in row.items()]
-        if not entries:
+        if not any(rows):
             return None
-        index, values = [entry[:2] for entry in entries], [entry[2] for entry in entries]
-        return self._added(None, index, values)
+        values = torch.tensor([value for row in rows for value in row.values()], dtype=torch.float32, device="cpu")
+        return self._added(None, [list(row) for row in rows], values)
 
-    def _added(self, table: torch.Tensor | None, index: Sequence[tuple[int, int]], values: list[float]) -> torch.Tensor:
-        """float32 [J, V]: `table`, in place, or zeros, plus `values` at (place, token)."""
+    def _added(self, table: torch.Tensor | None, tokens: Sequence[Sequence[int]], values: torch.Tensor) -> torch.Tensor:
+        """float32 [J, V]: `table`, in place, or zeros, plus `values`, the host's, at each row's tokens."""
         if table is None:
             table = torch.zeros(self._size, device=self._device)
-        if index:
-            places, tokens = to_device(list(zip(*index, strict=True)), self._device, torch.long)
-            table.index_put_((places, tokens), to_device(values, self._device, torch.float32), accumulate=True)
+        if len(values) > 0:  # as tensors: a prompt has thousands of tokens, and is counted whenever the rows change
+            counts = torch.tensor([len(row) for row in tokens], device="cpu")
+            places = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+            flat = torch.tensor([token for row in tokens for token in row], device="cpu")
+            index = host_to_device(torch.stack((places, flat)), self._device)
+            table.index_put_((index[0], index[1]), host_to_device(values, self._device), accumulate=True)
         return table
 
     def _count_new(self) -> None:
@@ -149,8 +151,7 @@ class Adjustments:
 
     def _counted(self, table: torch.Tensor | None, texts: list[list[int]]) -> torch.Tensor:
         """float32 [J, V]: `table`, in place, or zeros, plus the tokens of each row's text."""
-        index = [(place, token) for place, text in enumerate(texts) for token in text]
-        return self._added(table, index, [1.0] * len(index))
+        return self._added(table, texts, torch.ones(sum(map(len, texts)), dtype=torch.float32, device="cpu"))
 
 
 def _on_paths(tokens: torch.Tensor, tree: AnyTree, vocab_size: int) -> torch.Tensor:
