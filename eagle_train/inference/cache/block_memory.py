@@ -124,7 +124,7 @@ class BlockMemory:
         grown, reason = [], "on another rank"
         try:
             grown = [store.grown(blocks) for store in self.stores]
-        except RuntimeError as error:  # of the allocator
+        except (RuntimeError, TypeError) as error:  # of the allocator; of a size beyond 64 bits
             reason = one_line(error)
         size = self.in_words(blocks)
         if self.ranks.least(len(grown)) == 0:

@@ -34,7 +34,7 @@ class Dispatcher:
             spec = _read_table(spec["table"])
         elif isinstance(spec, str) and spec.endswith(".yaml"):
             spec = _read_table(spec)
-        is_table = isinstance(spec, Mapping) and bool(spec) and all(str(size).isdigit() for size in spec)
+        is_table = isinstance(spec, Mapping) and bool(spec) and all(str(size).isdecimal() for size in spec)
         table = {int(size): tree for size, tree in spec.items()} if is_table else {1 << 62: spec}
         check(all(size > 0 for size in table), f"dispatch: batch sizes {sorted(table)} must be above 0")
         trees = {size: load_tree(tree) for size, tree in sorted(table.items())}

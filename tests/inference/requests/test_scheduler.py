@@ -160,6 +160,7 @@ def test_blocks_anywhere(tree, rows, monkeypatch):
     [
         (0, r"^kv_tokens=0: must be at least 1, a whole number, or None$"),
         (2 * BLOCK, r"^kv_tokens=32: prompt 1 and its answer need 48$"),
+        (2**63 - 1, r"^kv_tokens=9223372036854775807: no memory for the keys and values of "),
     ],
 )
 def test_a_store_too_small_for_one(kv_tokens, message):

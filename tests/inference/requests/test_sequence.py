@@ -108,6 +108,8 @@ def test_arguments_that_are_refused():
     target = shared_target()
     with pytest.raises(UserError, match="tree is 'chain_99'"):
         Engine(target, tiny_draft(target), tree="chain_99")
+    with pytest.raises(UserError, match="tree has the keys"):  # a digit, and no number
+        Engine(target, tiny_draft(target), tree={"\N{SUPERSCRIPT TWO}": "chain1"})
     with pytest.raises(UserError, match="batch sizes"):
         Engine(target, tiny_draft(target), tree={0: "chain3"})
     with pytest.raises(UserError, match="2 given for 3 prompts"):
