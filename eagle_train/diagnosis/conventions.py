@@ -20,12 +20,17 @@ LEAST_GAIN = 0.1
 nothing by any change; the interval alone would be exceeded once in a few hundred changes."""
 
 
+def least_gain(base: Measured) -> float:
+    """The least that a change must gain to be told, in tokens a slot. `base`: the draft without it."""
+    return max(LEAST_GAIN, LEAST_GAIN * base.tokens)
+
+
 def gained(
     target: Target, draft: Draft, parts: Sequence[Part], base: Measured, depth: int, seed: int
 ) -> tuple[Finding | None, list[dict[str, Any]]]:
     """The finding of the change that gains the most, where one gains more than `LEAST_GAIN`, and what each change
     gains, for results.json. A second wrong convention shows when the first is right."""
-    least, good, rows = max(LEAST_GAIN, LEAST_GAIN * base.tokens), [], []
+    least, good, rows = least_gain(base), [], []
     for variant in chain(fed_variants(target, draft), own_variants(target, draft)):  # one copy of the draft at a time
         cause, change = variant.cause, variant.said
         found = measured(target, variant.draft, parts, depth, variant.change)

@@ -11,10 +11,10 @@ from typing import Any
 
 from eagle_train.diagnosis.causes import Finding, NotChecked, in_order
 from eagle_train.diagnosis.compare import compared
-from eagle_train.diagnosis.conventions import gained
+from eagle_train.diagnosis.conventions import gained, least_gain
 from eagle_train.diagnosis.fed_variants import wanted_layers
 from eagle_train.diagnosis.learning import Learnt, context, drift, off_policy, repeated, undertrained
-from eagle_train.diagnosis.measure import Measured, interval, measured, served_tpc, too_few
+from eagle_train.diagnosis.measure import Measured, difference, interval, measured, served_tpc, too_few
 from eagle_train.diagnosis.options import DoctorConfig
 from eagle_train.diagnosis.overflow import overflow
 from eagle_train.diagnosis.reading import Reading, plain, read_draft
@@ -168,6 +168,26 @@ class Examination:
         parted = compared(self.target, self.trained, self.served, self.own[0])
         found.findings += [replace(each, costs=lost) for each in parted]
         found.figures["after_every_token_as_trained"] = 1 + best.tokens
+        if not parted and (other := self.other_first_token(best)) is not None:
+            found.findings.append(other)
+
+    def other_first_token(self, best: Measured) -> Finding | None:
+        """What it costs that the first token has a slot in training alone, or in serving alone, where that is more than
+        chance. `best`: the draft as it was trained."""
+        assert self.trained is not None, "it is compared"
+        trained, served = self.trained.config.first_token, self.draft.config.first_token
+        if trained == served or too_few(best.prompts) is not None:
+            return None
+        other = measured(self.target, self.trained.attending(first_token=served), self.own, self.depth)
+        lost = difference(best, other, self.config.seed)
+        if lost.low <= 0 or lost.mean <= least_gain(other):
+            return None
+        said = (
+            f"It was trained with first_token={trained}, and is served with {served}, by which {other.tokens:.2f} "
+            f"tokens of a chain are accepted in place of {best.tokens:.2f} (99 % interval of the loss: "
+            f"{lost.low:.2f} to {lost.high:.2f})."
+        )
+        return Finding("first_token", said, lost.mean)
 
     def as_served(self, found: Diagnosis) -> None:
         """Our engine against the training graph."""

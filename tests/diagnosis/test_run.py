@@ -156,6 +156,17 @@ def test_a_slot_that_training_left_out_is_found(tmp_path):
     assert "first_token=skip" in found.findings[0].measured
 
 
+def test_a_slot_that_the_run_left_out_is_found(tmp_path):
+    """Whose conventions are known, so that no change of them is tried."""
+    about, made = read_artifact(PLACE / "eagle"), load_draft(PLACE / "eagle")
+    trained = save_draft(made, tmp_path / "trained", about.target, {"steps": 5}, torch.float32)
+    served = native(tmp_path / "served", "eagle", as_it_is, first_token="self_fusion")
+    found = examined(served, trained=str(trained), limit=24)
+    assert causes(found) == ["first_token"]
+    assert found.findings[0].measured.startswith("It was trained with first_token=skip, and is served with self_fusion")
+    assert found.findings[0].costs > 0.1
+
+
 # --- in an export: what its files say, and what they hold
 
 
