@@ -25,10 +25,13 @@ from eagle_train.models.target import Target
 # by 2^-9, and outputs by less, unless they cancel; FP8 and INT4 have 4 % and 10 % on normally distributed weights.
 _EXPLAINED = {"none": 0.02, "fp8": 0.12, "int4": 0.35}
 _ROUNDED = 0.9  # of a weight that was rounded to a few values; of two that have nothing in common it is 1.4
+_HEAD_ROWS = 1024  # slots whose logits are compared
 _BY_FIELD = {
     "rope_parameters": "rope",
     "layers": "layer",
     "vocabulary": "vocabulary",
+    "mask_token": "embedding",
+    "num_heads": "tensor",  # by which the same matrices are divided
     "window": "context",
 }
 _NORMS = ("norms", "norm_output", "norm_before_residual", "norm_before_fc", "fc_norm")
@@ -86,7 +89,7 @@ def _modules(target: Target, trained: Draft, served: Draft, part: Part) -> Itera
 
 def calls(target: Target, draft: Draft, part: Part) -> list[Call]:
     """What the draft's modules without others in them, and its rotary positions, compute over a part in pass 1, of a
-    chain of modules in a pass each, and its LM head, where it has one."""
+    chain of modules in a pass each; and its LM heads, where it has some, of the first `_HEAD_ROWS` slots."""
     found: list[Call] = []
 
     def note(name: str, given: tuple[Any, ...], output: Any) -> None:
@@ -98,8 +101,10 @@ def calls(target: Target, draft: Draft, part: Part) -> list[Call]:
         for name, module in leaves.items()
         if not isinstance(module, nn.Identity)
     ]
-    states = draft.unrolled(draft, part.rows(), draft.config.whole_passes)
-    draft.logits(states[0], Head(draft, target.lm_head))
+    heads = max(1, draft.config.own_heads)
+    states = draft.unrolled(draft, part.rows(), max(heads, draft.config.whole_passes))
+    for level in range(heads):
+        draft.logits(states[level][:, :_HEAD_ROWS], Head(draft, target.lm_head, level), level)
     for hook in hooks:
         hook.remove()
     return found
@@ -109,9 +114,12 @@ def _angles(call: Call, module: Any, own: Any) -> Iterator[Finding]:
     """Rotary positions: the first at which a pair of a head's numbers turns by another angle."""
     positions = call.given[0]
     found, right = module(positions), call.output
-    same_size = found[0].shape == right[0].shape
+    turned, meant = (each[0].shape[-1] for each in (found, right))
+    if turned != meant:  # another partial_rotary_factor, say
+        yield Finding("rope", f"{turned} numbers of each head are turned, and {meant} were in training.")
+        return
     off = torch.stack([(one - other).abs().amax(-1)[0, 0] for one, other in zip(found, right, strict=True)]).amax(0)
-    wrong = (off > 1e-3).nonzero() if same_size else positions.new_zeros(1, 1)
+    wrong = (off > 1e-3).nonzero()
     if len(wrong):
         at = int(wrong[0])
         place = int(positions[0, at])

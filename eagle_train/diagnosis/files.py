@@ -14,6 +14,7 @@ from eagle_train.artifacts.layouts import layout_config
 from eagle_train.artifacts.tensors import same_weight
 from eagle_train.diagnosis.causes import Finding
 from eagle_train.drafts.medusa_layouts import is_block
+from eagle_train.drafts.peagle_layouts import MASK_TOKENS
 from eagle_train.errors import shown
 from eagle_train.models.target import Target
 
@@ -22,6 +23,8 @@ MAPS = ("d2t", "t2d")  # of the draft's vocabulary
 _KEYS = {
     "rope": ("rope_parameters", "rope_theta", "rope_scaling"),
     "layer": ("eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"),
+    "tensor": ("num_attention_heads", "num_key_value_heads", "head_dim"),  # how matrices are divided
+    "embedding": MASK_TOKENS,
     "norm": ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "rms_norm_eps", "architectures"),
     "vocabulary": ("draft_vocab_size", "vocab_size"),
     "context": ("max_position_embeddings", "sliding_window", "layer_types"),

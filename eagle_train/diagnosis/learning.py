@@ -98,7 +98,7 @@ def context(target: Target, draft: Draft, parts: Sequence[Part], own: Measured, 
         f"Acceptance at depth 1 falls from {before:.2f} below {length} tokens to {behind:.2f} above; where the target "
         f"is as sure of its choice, by {drop.mean:.2f} ({_in_points(drop)})."
     )
-    if draft.config.attention_width and draft.config.window is None:
+    if draft.config.attention_width and draft.config.window is None and draft.config.takes_window:
         windowed = measured(target, draft.attending(window=length), parts, depth)
         far = windowed.first[windowed.position >= length].mean().item()
         figures["agreement_above_with_window"] = far

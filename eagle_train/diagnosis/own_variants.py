@@ -15,7 +15,7 @@ from torch import nn
 from eagle_train.diagnosis.measure import Variant
 from eagle_train.drafts import Draft
 from eagle_train.drafts.rope import rope_parameters_of
-from eagle_train.errors import shown
+from eagle_train.errors import UserError, shown
 from eagle_train.models.forward import decoder_of
 from eagle_train.models.layers import Rotary
 from eagle_train.models.target import Target
@@ -47,7 +47,10 @@ def _rope(target: Target, draft: Draft) -> Iterator[Variant]:
     assert isinstance(own, Rotary)
     known = [own.frequencies]
     for whose, settings in (("the target's", rope_parameters_of(target.config)), ("the plain", _DEFAULT_ROPE)):
-        made = _rebuilt(draft, rope_parameters=settings)
+        try:
+            made = _rebuilt(draft, rope_parameters=settings)
+        except UserError:  # of a target without rotary positions, or whose factors are for heads of another width
+            continue
         other: Any = made.get_submodule("rotary")
         if all(other.frequencies.shape != each.shape or not torch.equal(other.frequencies, each) for each in known):
             known.append(other.frequencies)

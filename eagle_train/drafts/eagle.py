@@ -67,7 +67,7 @@ class EagleConfig(DraftConfig):
         check(
             is_power, f"draft.embedding_scale={self.embedding_scale}: must be a power of two, so that folding is exact"
         )
-        one = self.window is None or not self.irope
+        one = self.window is None or self.takes_window
         check(one, f"draft.window={self.window}: not with draft.irope=true, whose layers attend to chunks; give one")
         self.check_choice("norms", "eagle1", "full")
         self.check_choice("ffn", "dense", "moe")
@@ -85,6 +85,10 @@ class EagleConfig(DraftConfig):
         chunked = any(self.rope_of_layer(layer)[1] is not None for layer in range(self.num_layers))
         found = {} if chunked else {"attention_chunk": "no layer attends to chunks, which is draft.irope's"}
         return found if self.ffn == "moe" else found | {"num_experts": "draft.ffn=dense has no experts"}
+
+    @property
+    def takes_window(self) -> bool:
+        return not self.irope
 
     def rope_of_layer(self, layer: int) -> tuple[bool, int | None]:
         if not self.irope:

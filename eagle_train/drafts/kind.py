@@ -223,6 +223,11 @@ class DraftConfig:
         return ()
 
     @property
+    def takes_window(self) -> bool:
+        """Whether its layers may be given a window (`attending`)."""
+        return True
+
+    @property
     def levels(self) -> int | None:
         """The most levels below a token that it can draft; None: any number."""
         return None

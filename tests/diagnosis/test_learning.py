@@ -10,7 +10,7 @@ from eagle_train.diagnosis import learning
 from eagle_train.diagnosis.learning import drift, table_hits
 from eagle_train.diagnosis.measure import Measured
 from eagle_train.diagnosis.texts import Text, read_by_target
-from tests.support.tiny import shared_target
+from tests.support.tiny import shared_target, tiny_draft
 
 
 def made(taken: list[int]) -> Measured:
@@ -85,3 +85,15 @@ def test_a_fall_that_a_table_has_too_is_the_texts(table_knows, monkeypatch):
     found = learning.context(None, draft, [], own, 3, 0)
     assert [each.cause for each in found.findings] == ([] if table_knows else ["context"])
     assert found.not_checked == []
+
+
+def test_a_fall_of_a_draft_that_attends_to_chunks_is_told_without_a_window(monkeypatch):
+    """Which its layers cannot be given."""
+    position = torch.arange(64).repeat(8)
+    first = (position < 32).double()
+    own = Measured(first, first, torch.arange(8).repeat_interleave(64), position, torch.ones(len(first)))
+    monkeypatch.setattr(learning, "_table_at_slots", lambda parts: torch.full_like(first, 0.5))
+    draft = tiny_draft(shared_target(), num_layers=2, irope=True, attention_chunk=16)
+    found = learning.context(shared_target(), draft, [], own, 3, 0)
+    assert [each.cause for each in found.findings] == ["context"]
+    assert "window" not in found.findings[0].measured

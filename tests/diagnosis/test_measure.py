@@ -18,7 +18,7 @@ from eagle_train.diagnosis.measure import (
     unexplained,
 )
 from eagle_train.diagnosis.texts import Text, read_by_target
-from eagle_train.drafts import Head
+from eagle_train.drafts import Head, planned_config
 from eagle_train.inference.requests.sequence import Stats
 from evals.bench import statistics
 from evals.bench.statistics import decoded_tpc
@@ -58,6 +58,13 @@ def test_each_of_several_modules_is_compared(part):
     draft = tiny_mtp(shared_target(), modules=2)
     found = {call.name for call in calls(shared_target(), draft, part)}
     assert found == {"rotary", *(name.rpartition(".")[0] for name, _ in draft.named_parameters())}
+
+
+def test_each_lm_head_of_a_drafts_own_is_compared(part):
+    draft = planned_config(shared_target().config, {"kind": "medusa", "own_head": True, "heads": 3}).module()
+    draft.init_weights(0, shared_target().lm_head)
+    found = {call.name for call in calls(shared_target(), draft, part)}
+    assert found == {name.rpartition(".")[0] for name, _ in draft.named_parameters()}
 
 
 def test_an_interval_is_over_prompts_and_not_over_slots():

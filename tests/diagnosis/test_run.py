@@ -14,7 +14,7 @@ from torch import nn
 
 from eagle_train.artifacts.convert import Source
 from eagle_train.artifacts.format import load_draft, read_artifact, save_draft
-from eagle_train.diagnosis import learning, reading, replay, run
+from eagle_train.diagnosis import learning, own_variants, reading, replay, run
 from eagle_train.diagnosis.files import file_findings
 from eagle_train.diagnosis.report import summary
 from eagle_train.drafts import planned_config
@@ -310,6 +310,65 @@ def test_the_first_divergence_is_named(tmp_path, planted):
     assert found.findings[0].costs == pytest.approx(
         found.figures["after_every_token_as_trained"] - found.figures["after_every_token"]
     )
+
+
+def test_a_head_of_which_another_part_is_turned_is_told(tmp_path):
+    """As where a converter loses partial_rotary_factor."""
+    rope = {"rope_type": "default", "rope_theta": 1000.0}
+    half = {"rope_parameters": rope | {"partial_rotary_factor": 0.5}}
+    trained, served = (native(tmp_path / name, "eagle", as_it_is, **given) for name, given in (("a", half), ("b", {})))
+    (first, *_) = examined(served, trained=str(trained)).findings
+    assert (first.cause, first.measured.startswith("16 numbers of each head are turned, and 8 were")) == ("rope", True)
+
+
+def test_heads_that_are_divided_otherwise_are_told(tmp_path):
+    """Of matrices of the same sizes."""
+    other = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
+    trained, served = (native(tmp_path / name, "eagle", as_it_is, **given) for name, given in (("a", {}), ("b", other)))
+    told = {each.cause: each.measured for each in examined(served, trained=str(trained)).findings}
+    assert told["tensor"].startswith("The engine reads num_heads 8; it was trained with 4.")
+
+
+def peagle(place: Path, **changes) -> Path:
+    target = load_target(copy.copy(TARGET), "cpu")
+    config = planned_config(target.config, {"kind": "peagle", "layers": [1, 2], "num_layers": 1, **changes})
+    return save_draft(config.module().init_weights(0, target.lm_head), place, target.identity, dtype=torch.float32)
+
+
+def test_another_mask_token_is_told(tmp_path):
+    trained, served = peagle(tmp_path / "a"), peagle(tmp_path / "b", mask_token=5)
+    told = {each.cause: each.measured for each in examined(served, trained=str(trained)).findings}
+    assert told["embedding"] == "The engine reads mask_token 5; it was trained with 95."
+
+
+def test_a_mask_token_that_was_edited_is_told(tmp_path):
+    peagle(tmp_path / "own")
+
+    def other(values: dict) -> None:
+        values["pard_token"] = 5
+
+    found = examined(edited(exported(tmp_path / "out", str(tmp_path / "own"), "vllm"), other))
+    assert "config.json says pard_token 5 to the engine; it was trained with 95." in found.findings[0].measured
+
+
+def test_heads_that_were_edited_are_told(tmp_path):
+    def other(values: dict) -> None:
+        values |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+
+    found = examined(edited(exported(tmp_path / "out", "eagle", "vllm"), other))
+    assert causes(found)[0] == "tensor"
+    assert "config.json says num_attention_heads 8 to the engine" in found.findings[0].measured
+
+
+def test_a_targets_rotary_positions_that_the_draft_cannot_have_are_not_tried(tmp_path, monkeypatch):
+    """Factors for heads of another width, and none at all."""
+    target, draft = load_target(copy.copy(TARGET), "cpu"), load_draft(PLACE / "eagle")
+    factors = {name: [1.0] * 3 for name in ("short_factor", "long_factor")}
+    longrope = {"rope_type": "longrope", "rope_theta": 20.0, "original_max_position_embeddings": 9, **factors}
+    for settings in ({}, longrope):
+        monkeypatch.setattr(own_variants, "rope_parameters_of", lambda _, given=settings: given)
+        told = [each.said for each in own_variants.own_variants(target, draft) if each.cause == "rope"]
+        assert [said.partition(" rotary")[0] for said in told] == ["the plain"]
 
 
 def test_a_quantised_export_raises_no_alarm(tmp_path):
