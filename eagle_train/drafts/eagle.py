@@ -97,6 +97,13 @@ class EagleConfig(DraftConfig):
             return False, None
         return True, self.attention_chunk
 
+    def kept_by_layer(self, itemsize: int) -> int:
+        dense = super().kept_by_layer(itemsize)
+        if self.ffn == "dense":
+            return dense
+        # Of the expert that a token chose as much as of the shared one, and what it reads.
+        return dense + itemsize * (self.hidden_size + 4 * self.intermediate_size)
+
     def conventions(self) -> dict[str, str]:
         norms = {
             "eagle1": "layer 0 has no input norm; there is no final norm",

@@ -285,16 +285,18 @@ def test_experts_at_work_are_counted_whatever_the_family_calls_them(config, valu
         assert active([2, 2, 2]) == active(2)
 
 
+@pytest.mark.parametrize("settings", [{}, {"ffn": "moe", "num_experts": 3}], ids=["dense", "experts"])
 @pytest.mark.parametrize("passes", [1, 3])
-def test_activations_are_what_the_backward_pass_keeps(passes):
+def test_activations_are_what_the_backward_pass_keeps(passes, settings):
     target = tiny_target(**WIDE)
-    config = EagleConfig.from_target(target.config)
+    config = EagleConfig.from_target(target.config, **settings)
     draft = EagleDraft(config).init_weights(0)
     weights = {shape for parameter in draft.parameters() for shape in (parameter.shape, parameter.shape[::-1])}
     kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape not in weights:  # nor autocast's copies of them
+        is_stack = tensor.ndim == 3 and tensor.shape[0] == config.num_experts  # of experts, which `draft_state` counts
+        if tensor.shape not in weights and not is_stack:  # nor autocast's copies of them
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no address is used twice
         return tensor
