@@ -85,7 +85,8 @@ def _renderings(
 def _prompts(requests: Requests, questions: Sequence[Question], kwargs: dict[str, Any]) -> list[list[int]] | None:
     """The questions under these variables; None where the template refuses such a value."""
     try:
-        other = ChatTemplate(requests.target.tokenizer, requests.template.kwargs | kwargs)
+        own = requests.template
+        other = ChatTemplate(requests.target.tokenizer, own.kwargs | kwargs, own.date)
         return [other.prompt_tokens(question.messages) for question in questions]
     except UserError:  # it is set for each rendering, or the template uses it in another way
         return None

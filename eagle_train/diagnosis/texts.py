@@ -98,6 +98,7 @@ def read_questions(data: DataConfig, limit: int, requests: Requests, longest: in
     Raises UserError where no row can be asked, and for a malformed row unless data.malformed is skip.
     """
     target = requests.target
+    requests.template.date = data.date  # of prompts as of the answers behind them
     renderer = ChatRenderer(
         target.tokenizer, "assistant", requests.stop_ids, requests.template.kwargs, data.date, len(target.embedding)
     )

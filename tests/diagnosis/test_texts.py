@@ -17,15 +17,18 @@ USER_FIRST = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user s
 NO_Z = "{% if messages[-1]['content'] == 'z' %}{{ raise_exception('no z') }}{% endif %}"
 
 
-def asked(place: Path, rows: list[str], malformed: str = "refuse", limit: int = 4) -> list[Question]:
-    """`rows`: a letter for each turn of a conversation, `s` the system's, `u` and `v` the user's, else the answer."""
+def asked(
+    place: Path, rows: list[str], malformed: str = "refuse", limit: int = 4, before: str = "", date: str | None = None
+) -> list[Question]:
+    """`rows`: a letter for each turn of a conversation, `s` the system's, `u` and `v` the user's, else the answer.
+    `before`: what the template begins with."""
     roles = {"s": "system", "u": "user", "v": "user"}
     every = [[{"role": roles.get(turn, "assistant"), "content": turn} for turn in row] for row in rows]
     path = place / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in every))
-    data = DataConfig(str(path), columns={"messages": "messages"}, malformed=malformed)
+    data = DataConfig(str(path), columns={"messages": "messages"}, malformed=malformed, date=date)
     target = tiny_target(tokenizer=tiny_tokenizer())
-    target.tokenizer.chat_template = USER_FIRST + NO_Z + CHAT_TEMPLATE
+    target.tokenizer.chat_template = before + USER_FIRST + NO_Z + CHAT_TEMPLATE
     return read_questions(data, limit, Requests(target), 8)
 
 
@@ -53,6 +56,13 @@ def test_why_the_datas_answers_are_not_compared_is_told(tmp_path):
     assert told == f"none of the data's answers after these prompts can be learnt from: {reasons[0]}"
     (without, _) = asked(tmp_path, ["u", "v"])
     assert (without.given, without.refused) == (None, None)
+
+
+def test_prompts_and_the_datas_answers_are_of_the_day_that_is_given(tmp_path):
+    found = asked(tmp_path, ["ub", "vb"], before="{{ strftime_now('%Y') }}", date="2001-02-03")
+    tokenizer = tiny_tokenizer()
+    assert [tokenizer.decode(each.prompt) for each in found] == ["2001u:u;a:", "2001u:v;a:"]
+    assert [tokenizer.decode(each.given) for each in found] == ["b;", "b;"]
 
 
 def test_states_are_kept_on_the_host_in_the_targets_dtype():
