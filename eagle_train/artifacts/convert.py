@@ -15,7 +15,7 @@ from eagle_train.artifacts.card import card, caveats, read_evaluations
 from eagle_train.artifacts.format import CONFIG, DTYPES, ROUNDINGS, Artifact, fingerprint, read_artifact, write_artifact
 from eagle_train.artifacts.layouts import LAYOUTS, check_runs, layout_of, not_in_target
 from eagle_train.artifacts.license import check_license, license_of_target
-from eagle_train.artifacts.of_target import put_back
+from eagle_train.artifacts.of_target import check_put_back, put_back
 from eagle_train.artifacts.tensors import file_tensors
 from eagle_train.artifacts.verify import verify
 from eagle_train.corpus.render import ChatRenderer
@@ -24,7 +24,7 @@ from eagle_train.corpus.stream import Stream
 from eagle_train.drafts import Draft
 from eagle_train.errors import UserError, check
 from eagle_train.models.draft_quantisation import Quant, modules_to_quantise, quantise_draft
-from eagle_train.models.loading import TargetConfig
+from eagle_train.models.loading import TargetConfig, load_config
 from eagle_train.models.stops import stop_ids_of
 from eagle_train.models.target import Identity, Target
 
@@ -60,6 +60,11 @@ class ExportConfig:
             check(
                 plain,
                 f"layout={IN_TARGET}: keeps dtypes, and is not pushed; leave quant and push_to out",
+            )
+            unread = self.dtype == DTYPES[0] and not self.evaluations and self.license is None
+            check(
+                unread,
+                f"layout={IN_TARGET}: keeps dtypes, and writes no model card; leave dtype, evaluations and license out",
             )
         check(self.dtype in DTYPES, f"dtype={self.dtype}: must be {' or '.join(DTYPES)}")
         check(self.rounding in ROUNDINGS, f"rounding={self.rounding}: must be {' or '.join(ROUNDINGS)}")
@@ -130,10 +135,14 @@ def _replaced(out: Path) -> list[str]:
 
 def check_convertible(source: Source, config: ExportConfig) -> None:
     """Raise UserError, as `convert` would, for what the draft's config and shapes rule out."""
-    if config.layout != IN_TARGET:
-        _described(source, config)
-        if config.quant.scheme != "none":
-            modules_to_quantise(source.draft, config.quant)
+    if config.layout == IN_TARGET:
+        target, field = config.target, f"layout={config.layout}"
+        assert target is not None  # ExportConfig asks for it
+        check_put_back(source.about.draft, load_config(target), target.path, Path(config.out), field)
+        return
+    _described(source, config)
+    if config.quant.scheme != "none":
+        modules_to_quantise(source.draft, config.quant)
 
 
 def _put_back(source: Source, config: ExportConfig, target: Target | None) -> list[str]:

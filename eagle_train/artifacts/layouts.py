@@ -93,6 +93,7 @@ def not_in_target(draft: DraftConfig) -> str | None:
         {
             "has no window in its own module (draft.window)": draft.window is not None,
             "has no sinks in its own module (draft.sink)": draft.sink,
+            "proposes from its whole vocabulary by its own module (draft.vocab_size)": draft.vocab_size is not None,
             "has no slot for the first token, and accepts fewer tokens than our engine (draft.first_token)": (
                 draft.first_slot == 0
             ),

@@ -22,18 +22,20 @@ from eagle_train.models.directory import folder_of, weight_files
 from eagle_train.models.target import TargetEnds
 from eagle_train.ops.tensor_files import check_opens, tensors_of, write_tensors
 
+_NATIVE = "use layout=native"
 _OTHER_MODULE = re.compile(r"(?:\w+\.)*?mtp\w*\.(?:\d+\.)?")  # of Qwen3-Next, MiMo and Ernie, for some
 
 
-def check_in_target(shape: DraftConfig, hf_config: Any, path: str, field: str) -> None:
+def check_in_target(shape: DraftConfig, hf_config: Any, path: str, field: str, *instead: str) -> None:
     """Raise UserError, before a weight is read, where a target (its config, its directory or hub id) has no draft of
-    this shape. What is yet to be downloaded is not looked at. `field` begins the message."""
+    this shape. What is yet to be downloaded is not looked at. `field` begins the message, and what to do `instead` ends
+    it."""
     with torch.device("meta"):
         draft = shape.module()
-    place = _place_of(draft, hf_config, field)
+    place = _place_of(draft, hf_config, field, *instead)
     folder = folder_of(path)
     if folder is not None and all(file.exists() for file in weight_files(folder, field)):
-        _files_of(draft, place, folder, f"{field}: target.path={path}")
+        _files_of(draft, place, folder, f"{field}: target.path={path}", *instead)
 
 
 def load_in_target(draft: Draft, target: TargetEnds, path: str, field: str) -> None:
@@ -52,6 +54,17 @@ def load_in_target(draft: Draft, target: TargetEnds, path: str, field: str) -> N
     load_tensors(draft, {ours: found[theirs] for ours, theirs in place.names.items()}, said)
 
 
+def check_put_back(shape: DraftConfig, hf_config: Any, path: str, out: Path, field: str) -> None:
+    """Raise UserError, before a weight is read, where `put_back` would for a draft of this shape. `unserved` tells the
+    same before a training."""
+    check(not out.exists(), f"out={out}: exists; name another directory")
+    local, few = shape.window or shape.sink, shape.vocab_size
+    check(not local, f"{field}: draft.window and draft.sink are not the target's module's; give a draft without them")
+    whole = f"{field}: draft.vocab_size={few}: the target's module proposes from its whole vocabulary"
+    check(few is None, f"{whole}; give a draft that was trained with all of it, or {_NATIVE}")
+    check_in_target(shape, hf_config, path, field, _NATIVE)
+
+
 def put_back(draft: Draft, target: TargetEnds, path: str, out: Path, field: str) -> list[str]:
     """Write to `out` the target's checkpoint, at `path`, with this draft in the place of its own: links to its files,
     and copies of those that hold tensors of the draft. Returns the names of the copies.
@@ -59,13 +72,11 @@ def put_back(draft: Draft, target: TargetEnds, path: str, out: Path, field: str)
     Names, dtypes and the index stay, so that an engine loads it as it does the target. Raises UserError, which `field`
     begins, for a draft that the checkpoint has no place for, and for a directory that is there.
     """
-    check(not out.exists(), f"out={out}: exists; name another directory")
-    config, said = draft.config, f"{field}: target.path={path}"
-    local = config.window or config.sink  # `unserved` tells it before a training
-    check(not local, f"{field}: draft.window and draft.sink are not the target's module's; give a draft without them")
-    place, folder = _place_of(draft, target.config, field, "use layout=native"), folder_of(path)
+    check_put_back(draft.config, target.config, path, out, field)
+    said = f"{field}: target.path={path}"
+    place, folder = _place_of(draft, target.config, field, _NATIVE), folder_of(path)
     assert folder is not None, "its target is loaded"
-    files = _files_of(draft, place, folder, said, "use layout=native")
+    files = _files_of(draft, place, folder, said, _NATIVE)
     tensors = {theirs: draft.state_dict()[ours].detach().cpu() for ours, theirs in place.names.items()}
     copies = sorted({files[name].name for name in tensors})
     out.parent.mkdir(parents=True, exist_ok=True)

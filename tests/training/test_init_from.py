@@ -329,12 +329,21 @@ def everything(directory: Path) -> dict[str, torch.Tensor]:
             "layout=target: target.path={root}/target: has no model.layers.3.*, so no draft of its own; use",
         ),
         (partial(tiny_mtp, window=9), [], "layout=target: draft.window and draft.sink are not the target's module's"),
+        (
+            partial(tiny_mtp, vocab_size=3, vocabulary=[4, 5, 6]),
+            [],
+            "layout=target: draft.vocab_size=3: the target's module proposes from its whole vocabulary; give a draft",
+        ),
         (tiny_mtp, ["quant=fp8"], "layout=target: keeps dtypes, and is not pushed; leave quant"),
+        (tiny_mtp, ["license=mit"], "layout=target: keeps dtypes, and writes no model card; leave dtype,"),
+        (tiny_mtp, ["dtype=float32"], "layout=target: keeps dtypes, and writes no model card; leave dtype,"),
         (tiny_mtp, ["target=null"], "layout=target: is the target's checkpoint; give target=PATH"),
     ],
 )
-def test_a_draft_that_has_no_place_in_the_target_is_refused(root, tmp_path, capsys, made, more, message):
+def test_a_draft_that_has_no_place_in_the_target_is_refused(root, tmp_path, capsys, monkeypatch, made, more, message):
+    """Before the target is loaded."""
     target = target_of(root)
+    monkeypatch.setattr(export, "load_target", lambda *_: pytest.fail("loaded"))
     save_draft(made(target), tmp_path / "draft", target.identity)
     given = exports(f"checkpoint={tmp_path}/draft", f"target={root}/target", f"out={tmp_path}/out")
     given = [each for each in given if more != ["target=null"] or not each.startswith("target=")]

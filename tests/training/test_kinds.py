@@ -250,6 +250,15 @@ def test_starting_from_a_peagle_draft(tmp_path):
                 "draft.window=null",
             ],
         ),
+        (
+            {**MTP, "vocab_size": 9, "first_token": "skip"},
+            [
+                "layout=vllm,sglang,trtllm,speculators: each loads MTP modules of certain families alone, none of "
+                "which computes what this draft does",
+                "layout=target: the target proposes from its whole vocabulary by its own module (draft.vocab_size); "
+                "for it, train with draft.vocab_size=null",
+            ],
+        ),
     ],
     ids=[
         "first token",
@@ -262,6 +271,7 @@ def test_starting_from_a_peagle_draft(tmp_path):
         "eagle3, sink",
         "mtp, first token",
         "mtp, window",
+        "mtp, few tokens",
     ],
 )
 def test_what_engines_cannot_run_is_known_before_training(settings, lines):
