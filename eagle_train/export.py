@@ -25,7 +25,7 @@ from eagle_train.artifacts.format import (
 )
 from eagle_train.artifacts.hub import push
 from eagle_train.cli import command
-from eagle_train.corpus.source import DataConfig, check_found
+from eagle_train.corpus.source import DataConfig, check_found, check_variables
 from eagle_train.distributed import World
 from eagle_train.errors import UserError
 from eagle_train.hardware import resolve_device
@@ -52,6 +52,7 @@ def job(values: DictConfig) -> int:
     data = None
     if config.rounding != "nearest":
         data = build(DataConfig, config.data, "data")
+        check_variables(None if config.target is None else config.target.template_kwargs, data)
         check_found(data)
     path = draft_directory(config.checkpoint, FIELD)
     source = _own(path)

@@ -342,6 +342,14 @@ def test_a_card_says_what_kind_a_draft_is(target, tmp_path, made, title, said):
         ({}, ["rounding=gptq"], "rounding=gptq: nothing is rounded; give quant=int4 or quant=fp8"),
         ({}, ["rounding=gptq", "quant=int4"], "rounding=gptq: reads the target's states; give target=PATH"),
         ({}, ["rounding=gptq", "quant=int4", "target={home}/target"], "reads chat data; give data=messages"),
+        (
+            {},
+            [
+                *("rounding=gptq", "quant=int4", "target={home}/target", "data=messages", "data.path=x.jsonl"),
+                "target.template_kwargs={{thinking: false}}",
+            ],
+            "target.template_kwargs={'thinking': False}: is for commands that read no data; give data.template_kwargs",
+        ),
         ({}, ["evaluations=[{home}/none.json]"], "none.json: cannot be read"),
     ],
 )

@@ -679,6 +679,14 @@ def test_notes_take_nobodys_file(made, tmp_path):
         (["data.path=null", "data.mix={a: {path: b.jsonl}}"], "data.mix: one data set is read at a time"),
         (["server.url=localhost:8000"], "must begin with http"),
         (["server.url=http://x", "data.date=2026-07-31"], "data.date=2026-07-31: a server renders its prompts itself"),
+        (
+            ["server.url=http://x", "target.chat_template=x.jinja"],
+            "target.chat_template=x.jinja: a server renders its prompts itself",
+        ),
+        (
+            ["target.template_kwargs={enable_thinking: false}"],
+            "target.template_kwargs={'enable_thinking': False}: is for commands that read no data; give data.",
+        ),
         (["server.url=http://x", "drafter=ngram"], "drafter=ngram: a server has its own"),
         (["drafter=ngram", "draft.alignment=last"], "draft.alignment=last: this drafter does not read it"),
         (["server.url=http://x", "draft=x"], "draft.path=x: a server has its own"),

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -178,6 +178,15 @@ def check_prompts(data: DataConfig) -> None:
     for key in (*FOR_TRAINING, "weight"):
         value = getattr(data, key)
         check(value == getattr(DataConfig, key), f"data.{key}={value}: is not read here; leave it out")
+
+
+def check_variables(of_target: Mapping[str, Any] | None, data: DataConfig) -> None:
+    """Raise UserError for variables of the chat template in `target.template_kwargs` (`of_target`), which are for
+    prompts alone, where rows of `data` are rendered: with its own, and these would change nothing."""
+    check(
+        not of_target or of_target == data.template_kwargs,
+        f"target.template_kwargs={of_target}: is for commands that read no data; give data.template_kwargs",
+    )
 
 
 def idle_keys(data: DataConfig) -> Iterator[tuple[str, Any, str]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_train.corpus.source import DataConfig, check_prompts
+from eagle_train.corpus.source import DataConfig, check_prompts, check_variables
 from eagle_train.errors import check
 from eagle_train.inference import SamplingParams
 from eagle_train.inference.drafters import drafter_name, drafter_spec, is_eagle
@@ -51,12 +51,15 @@ class RegenerateConfig(SamplingKeys):
 
     def __post_init__(self) -> None:
         check_prompts(self.data)
+        check_variables(self.target.template_kwargs, self.data)
         check(self.limit is None or self.limit >= 1, f"limit={self.limit}: must be at least 1, or null")
         check(self.batch_size >= 1, f"batch_size={self.batch_size}: must be at least 1")
         check(self.out.endswith(".jsonl"), f"out={self.out}: must end in .jsonl")
         on_server = self.server.url is not None
         is_dated = on_server and self.data.date is not None
         check(not is_dated, f"data.date={self.data.date}: a server renders its prompts itself; leave it out")
+        template = self.target.chat_template if on_server else None
+        check(template is None, f"target.chat_template={template}: a server renders its prompts itself; leave it out")
         check(not (on_server and self.draft.path), f"draft.path={self.draft.path}: a server has its own; leave it out")
         self.spec = drafter_spec(self.drafter)
         self.draft.check_read_by(self.spec)

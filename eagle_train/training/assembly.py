@@ -24,7 +24,7 @@ from eagle_train.artifacts.layouts import unserved
 from eagle_train.artifacts.of_target import check_in_target, load_in_target
 from eagle_train.corpus.preview import check_data, check_same_data
 from eagle_train.corpus.render import ChatRenderer
-from eagle_train.corpus.source import DataConfig, absent, check_found, pin
+from eagle_train.corpus.source import DataConfig, absent, check_found, check_variables, pin
 from eagle_train.corpus.stream import Stream, heldout_batches
 from eagle_train.distributed import ALONE, World
 from eagle_train.drafts import Draft, DraftConfig, kind_named, planned_config, saved_config
@@ -294,11 +294,7 @@ def renderer_of(target: TargetConfig, data: DataConfig, hf_config: Any) -> ChatR
 
     Raises UserError where the target has no tokenizer or no usable chat template.
     """
-    given = target.template_kwargs
-    check(
-        not given or given == data.template_kwargs,
-        f"target.template_kwargs={given}: is for commands that read no data; give data.template_kwargs",
-    )
+    check_variables(target.template_kwargs, data)
     tokenizer = load_tokenizer(target)
     check(tokenizer is not None, f"target.path={target.path}: no tokenizer there, and the data are text")
     stops = load_stop_ids(target, hf_config, tokenizer)
