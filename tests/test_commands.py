@@ -465,6 +465,13 @@ def test_bad_data(root, tmp_path, capsys, key, lines, message):
     assert message in mistake(capsys, tmp_path / "out", train.main, *arguments)
 
 
+def test_a_bad_held_out_row_is_told_before_the_target_is_loaded(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(assembly, "load_target", lambda *_: pytest.fail("loaded"))
+    as_jsonl(tmp_path / "bad.jsonl", *[GOOD] * 10, GOOD[:-3])  # behind the rows that every run checks
+    arguments = train_arguments(root, f"data.heldout={tmp_path}/bad.jsonl", f"out={tmp_path}/out")
+    assert "/bad.jsonl:11: not JSON: " in mistake(capsys, tmp_path / "out", train.main, *arguments)
+
+
 def test_a_bad_row_costs_no_step(root, tmp_path, capsys):
     """The steps before it are kept, and the run can go on without it; metrics and draft are then those of a run that
     left it out from the beginning."""
@@ -548,6 +555,20 @@ def test_a_run_is_not_mixed_with_another(made, tmp_path, capsys):
         arguments = train_arguments(made, f"out={tmp_path}/run", "train.steps=3", change)
         assert message in mistake(capsys, tmp_path / "run", train.main, *arguments)
         assert metrics_without_times(tmp_path / "run") == metrics_without_times(made / "run")
+
+
+def test_what_a_run_cannot_go_on_with_is_told_before_the_target_is_loaded(made, tmp_path, capsys, monkeypatch):
+    other = as_jsonl(tmp_path / "other.jsonl", GOOD)
+    shutil.copytree(made / "run", tmp_path / "run")
+    monkeypatch.setattr(assembly, "load_target", lambda *_: pytest.fail("loaded"))
+    for change, message in (
+        ("draft.num_layers=2", "draft.num_layers=2: "),
+        ("train.steps=1", "step-00000002 has made 2 already; give as many or more"),
+        ("train.target_quant=fp8", "step-00000002 was trained with none; resume with the same"),
+        (f"data.path={other}", f"data.path is {other}, but was "),
+    ):
+        arguments = train_arguments(made, f"out={tmp_path}/run", change)
+        assert message in mistake(capsys, tmp_path / "run", train.main, *arguments)
 
 
 def test_a_disk_that_is_full_when_a_checkpoint_is_written(made, tmp_path, capsys):

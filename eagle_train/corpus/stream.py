@@ -282,12 +282,8 @@ class Stream:
             "ready": [asdict(row) for row in self.ready],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch at which `state` was taken: the same batches follow, bit for bit.
-
-        The micro-batch size and the number of ranks may differ. Raises UserError for a state of other data or another
-        data config.
-        """
+    def check_same(self, state: dict[str, Any]) -> None:
+        """Raise UserError for a state of other data or another data config."""
         for key, value in self.made_of().items():
             saved = state["made_of"].get(key)
             check(
@@ -295,6 +291,13 @@ class Stream:
                 f"data.{key} is {typed(value)}, but was {typed(saved)} when the checkpoint was written: "
                 "resume with the same data",
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the batch at which `state` was taken: the same batches follow, bit for bit.
+
+        The micro-batch size and the number of ranks may differ. Raises UserError as `check_same` does.
+        """
+        self.check_same(state)
         state = copy.deepcopy(state)
         self.position = Position(**state["position"])
         self.packer.counts = state["counts"]

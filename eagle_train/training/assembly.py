@@ -11,7 +11,7 @@ import logging
 import random
 import shlex
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -59,7 +59,7 @@ from eagle_train.training.lookahead import Lookahead
 from eagle_train.training.optimizer import OptimConfig
 from eagle_train.training.parallelize import prepare
 from eagle_train.training.placement import chosen
-from eagle_train.training.resume import check_same_draft
+from eagle_train.training.resume import check_same_draft, check_state
 from eagle_train.training.target_pass import can_compile, succeeds, target_states, to_device
 from eagle_train.training.train_config import OF_TARGET, TrainConfig, accumulation, rows_of_run
 from eagle_train.training.trainer import Trainer
@@ -97,8 +97,11 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
     )
     check_found(data)
     earlier = world.exchange(newest_config(out) if world.is_main and train.resume else None)[0]  # of this very run
+    own_length = config.draft.get(_POSITIONS) is None
     if earlier is None:
         check_start(train, planned, target_config, hf_config)
+    else:
+        _check_earlier(planned, settings, *earlier, own_length)
     sound = isinstance(config.seed, int) and 0 <= config.seed < 2**63
     check(sound, f"seed={config.seed}: must be a whole number, 0 or more and below 2**63")
     random.seed(config.seed)
@@ -113,15 +116,18 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
         if world.is_main:
             warnings.warn(note, stacklevel=1)
     check_same_data(data, world)
+    stream = Stream(data, renderer, train.micro_batch_rows, world)
+    if earlier is not None:
+        path, _ = earlier
+        world.by_main(lambda: check_state(train, stream, path))
+    heldout = world.by_each(lambda: heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches))
 
     store = CheckpointStore(out, world)
     store.check_shared()
     target = _loaded(target_config, device, parallel, world)
-    shape = _draft_shape(config.draft, target)  # raises before any data are read
+    shape = _draft_shape(config.draft, target)  # raises before rows are drawn
     if train.target_quant == "fp8" and isinstance(target, Target):
         round_target(target, world)
-    own_length = config.draft.get(_POSITIONS) is None
-    stream = Stream(data, renderer, train.micro_batch_rows, world)
     if earlier is not None:  # the run's own weights follow, and what it started from may be gone
         draft = _as_before(shape, *earlier, own_length).module()
     elif train.init_from not in (None, OF_TARGET):
@@ -131,7 +137,6 @@ def assemble(config: DictConfig, parallel: ParallelConfig, world: World = ALONE)
             shape.vocabulary = stream.frequent_tokens(shape.vocab_size)
         draft = _begun(shape, config.seed, train, target, target_config.path)
     draft = draft.to(device)
-    heldout = world.by_each(lambda: heldout_batches(data, renderer, train.micro_batch_rows, train.eval_batches))
     if isinstance(target, CachedTarget):
         for batch in heldout:  # else the run would end at its first measurement
             target.check_has(batch.tokens, batch.supervised, batch.lengths)
@@ -422,6 +427,16 @@ def _as_before(shape: DraftConfig, path: Path, config: dict[str, Any], own_lengt
         shape.vocabulary = before.vocabulary
     check_same_draft(path, before, shape)
     return shape
+
+
+def _check_earlier(
+    planned: DraftConfig, settings: Mapping[str, Any], path: Path, config: dict[str, Any], own_length: bool
+) -> None:
+    """Raise UserError, before the target is loaded, as `_as_before` would then. `settings`: of the group `draft`."""
+    before, shape = saved_config(config, f"{path}: draft"), dataclasses.replace(planned)
+    if "embedding_scale" in settings and settings["embedding_scale"] is None and before.kind == shape.kind:
+        shape = dataclasses.replace(shape, **{"embedding_scale": config["embedding_scale"]})  # the target tells it
+    _as_before(shape, path, config, own_length)
 
 
 def _begun(shape: DraftConfig, seed: int, train: TrainConfig, target: TargetEnds, path: str) -> Draft:

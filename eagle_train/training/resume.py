@@ -1,9 +1,11 @@
 """Whether a run may continue from a checkpoint. Knows nothing of how tensors are restored."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from eagle_train.corpus.stream import Stream
 from eagle_train.drafts import DraftConfig, saved_config
 from eagle_train.errors import UserError, check
 from eagle_train.models.target import TargetEnds
@@ -23,6 +25,27 @@ def check_budget(train: TrainConfig, path: Path, state: TrainState) -> None:
     check(
         minutes is None or state.seconds <= 60 * minutes,
         f"train.minutes={minutes}: {path} has used {state.seconds / 60:.1f} already; give as many or more",
+    )
+
+
+def check_state(train: TrainConfig, stream: Stream, path: Path) -> None:
+    """Raise UserError, before the target is loaded, where the run cannot continue from the checkpoint at `path`, for
+    its length, its target's precision or its data. A torn one is left to `CheckpointStore.latest`."""
+    try:
+        found = Checkpoint.load(path)
+        state = TrainState.restored(found.step, found.state)
+    except Exception:  # a damaged file may raise anything
+        return
+    check_budget(train, path, state)
+    _check_target_quant(train, path, found.state)
+    stream.check_same(state.stream)
+
+
+def _check_target_quant(train: TrainConfig, path: Path, saved: Mapping[str, Any]) -> None:
+    then = saved["target_quant"]
+    check(
+        then == train.target_quant,
+        f"train.target_quant={train.target_quant}: {path} was trained with {then}; resume with the same",
     )
 
 
@@ -53,11 +76,7 @@ def check_same_run(
     made_for = found.state["target"]
     if made_for["fingerprint"] != target.identity.fingerprint:
         raise UserError(f"target.path={target.name}: {path} was trained for {made_for['name']}")
-    then = found.state["target_quant"]
-    check(
-        then == train.target_quant,
-        f"train.target_quant={train.target_quant}: {path} was trained with {then}; resume with the same",
-    )
+    _check_target_quant(train, path, found.state)
     saved = found.names
     missing = next((name for name in optimizer_names if name not in saved), None)
     check(
