@@ -25,6 +25,7 @@ REASONING_TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel>thought", "<channel|>"),
     ("◁think▷", "◁/think▷"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )
 ANY_TAG = re.compile("(" + "|".join(re.escape(tag) for tags in REASONING_TAGS for tag in tags) + ")")
 # Closing tags: behind them an answer begins; templates drop what precedes them.

@@ -117,6 +117,39 @@ def test_qwen3_without_thinking():
         renderer(to_conversation(CONVERSATIONS["reasoning"]))
 
 
+# As Kimi K3's: channels whose tags are of several tokens, the first of which the prompt opens.
+CHANNELS = """\
+{%- if thinking is undefined %}{% set thinking = true %}{% endif -%}
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}<|sep|>
+{%- if m.role != "assistant" -%}{{ m.content }}
+{%- else -%}
+{%- if thinking -%}<|open|>think<|sep|>{{ m.reasoning_content or "" }}<|close|>think<|sep|>{%- endif -%}
+<|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>
+{%- endif -%}
+<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant<|sep|><|open|>{{ "think" if thinking else "response" }}<|sep|>
+{%- endif -%}"""
+
+
+def test_a_channel_of_reasoning_that_the_prompt_opens_is_the_rows_to_fill():
+    def renderer(**given):
+        tokenizer = chat_templates.tokenizer_of("chatml", template=CHANNELS)
+        return ChatRenderer(tokenizer, template_kwargs=given)
+
+    thinks, plain = renderer(), renderer(thinking=False)
+    row = to_conversation(CONVERSATIONS["reasoning"])
+    answers = ["a1<|close|>response<|sep|><|im_end|>", "a2<|close|>response<|sep|><|im_end|>"]
+    thoughts = [f"r{n}<|close|>think<|sep|><|open|>response<|sep|>{each}" for n, each in enumerate(answers, 1)]
+    assert supervised_texts(thinks, thinks(row)) == thoughts
+    assert supervised_texts(plain, plain(to_conversation(CONVERSATIONS["several"]))) == answers
+    told = r"ends in '<\|open\|>think.*so the model writes reasoning first.*thinking: false"
+    with pytest.raises(UserError, match=told):
+        thinks(to_conversation(CONVERSATIONS["several"]))
+
+
 @pytest.mark.parametrize("name", ["qwen3", "glm45", "deepseek_r1"])
 def test_reasoning_within_the_content_is_learnt_as_it_stands(name):
     renderer = renderer_of(name)
