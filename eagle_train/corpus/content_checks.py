@@ -129,7 +129,7 @@ def _is_repr(arguments: Any, written: str) -> bool:
 def _leaves(value: Any) -> Iterator[Any]:
     """The keys and values within arguments, in their order; JSON text is decoded."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if isinstance(value, dict):
         for key, inner in value.items():

@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle_train.corpus.channels import folded
 from eagle_train.corpus.columns import CUT, FINISH_REASONS, FORMATS, VARIABLES, column, tools_column
-from eagle_train.errors import UserError, check, shown
+from eagle_train.errors import UserError, check, one_line, shown
 
 SUPERVISE = ("assistant", "last", "all")
 _CALL = "function_call"  # the role of a turn whose content is a call or a list of calls in JSON
@@ -227,12 +227,15 @@ def _check_reasoning(turn: Mapping) -> None:
 
 
 def _as_result(content: Any) -> Any:
-    """A tool's result as text: values as JSON, None as an empty text."""
+    """A tool's result as text: values as JSON, None as an empty text. Raises UserError for other values."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
         return content
-    return "" if content is None else json.dumps(content, ensure_ascii=False)
+    try:
+        return "" if content is None else json.dumps(content, ensure_ascii=False)
+    except TypeError as error:  # Arrow has times, say
+        raise UserError(f"a tool's result must be text or values of JSON: {one_line(error)}") from error
 
 
 def _reasoning_as_field(turn: Message, content: Any) -> tuple[Message, Any]:
@@ -323,7 +326,7 @@ def _arguments_of(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     if isinstance(value, str):  # encoded as JSON twice
         inner = _arguments_of(value)
@@ -337,7 +340,7 @@ def _parsed(value: Any, what: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{what} must be JSON, not {shown(value)}") from error
 
 

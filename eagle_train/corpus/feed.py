@@ -104,17 +104,21 @@ def _choices(config: DataConfig, drawn: int) -> Iterator[str]:
         drawn = 0
 
 
+def refusal(place: str, error: Exception) -> MalformedRow | BrokenTemplate:
+    """What is told of a row, with its place, that cannot be rendered: templates and tokenizers may raise anything."""
+    if isinstance(error, TemplateFault):
+        return BrokenTemplate(str(error))
+    if isinstance(error, UserError):
+        return MalformedRow(behind_place(place, error))
+    return MalformedRow(f"{place}: cannot be rendered: {type(error).__name__}: {one_line(error)}")
+
+
 def render(placed: PlacedRow, config: SourceConfig, renderer: ChatRenderer) -> _Rendered:
     """A row's documents, or the error, which is raised when the row's turn comes."""
-    place = placed[0]
     try:
         documents = render_row(parse(*placed), config, renderer)
-    except TemplateFault as fault:
-        return BrokenTemplate(str(fault))
-    except UserError as error:
-        return MalformedRow(behind_place(place, error))
-    except Exception as error:  # templates and tokenizers may raise anything, on one rank alone
-        return MalformedRow(f"{place}: cannot be rendered: {type(error).__name__}: {one_line(error)}")
+    except Exception as error:  # on one rank alone
+        return refusal(placed[0], error)
     return [(document.tokens.numpy().astype(np.int32), document.produced.numpy()) for document in documents]
 
 

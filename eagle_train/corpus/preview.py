@@ -13,11 +13,10 @@ from pathlib import Path
 
 from eagle_train.corpus.arrow_files import Hub
 from eagle_train.corpus.columns import BESIDE, FORMATS, unread_columns
-from eagle_train.corpus.feed import BrokenTemplate, MalformedRow, render
+from eagle_train.corpus.feed import BrokenTemplate, MalformedRow, refusal, render
 from eagle_train.corpus.render import ChatRenderer, render_row
-from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, behind_place, parse
+from eagle_train.corpus.rows import CAN_SKIP, PlacedRow, parse
 from eagle_train.corpus.source import DataConfig, Source, SourceConfig, field_of, open_source
-from eagle_train.corpus.template import TemplateFault
 from eagle_train.corpus.tokens import Document
 from eagle_train.distributed import CommonError, World
 from eagle_train.errors import UserError, check
@@ -143,13 +142,13 @@ def _add_row(placed: PlacedRow, opened: Opened, config: DataConfig, renderer: Ch
     _note_unread_columns(placed, opened, counts)
     try:
         counts.add(render_row(parse(*placed), opened.config, renderer))
-    except TemplateFault as fault:
-        raise BrokenTemplate(str(fault)) from fault
-    except UserError as error:
-        reason = behind_place(placed[0], error)
+    except Exception as error:
+        told = refusal(placed[0], error)
+        if isinstance(told, BrokenTemplate):
+            raise told from error
         if config.malformed == "refuse":
-            raise MalformedRow(f"{reason}; {CAN_SKIP}") from error
-        counts.refused.append(reason)
+            raise MalformedRow(f"{told}; {CAN_SKIP}") from error
+        counts.refused.append(str(told))
 
 
 def _note_unread_columns(placed: PlacedRow, opened: Opened, counts: Counts) -> None:
@@ -216,10 +215,11 @@ def preview(config: DataConfig, renderer: ChatRenderer, number: int, out: str | 
         _note_unread_columns(placed, opened, counts)
         try:
             documents = render_row(parse(*placed), opened.config, renderer)
-        except TemplateFault as fault:
-            raise BrokenTemplate(str(fault)) from fault
-        except UserError as error:
-            counts.refused.append(behind_place(placed[0], error))
+        except Exception as error:
+            told = refusal(placed[0], error)
+            if isinstance(told, BrokenTemplate):
+                raise told from error
+            counts.refused.append(str(told))
             continue
         counts.add(documents)
         for document in documents:

@@ -126,7 +126,7 @@ class Numbers:
             return self.value(arguments)
         try:
             value = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self.text(arguments)
         return json.dumps(self.value(value), ensure_ascii=False) if isinstance(value, dict) else self.text(arguments)
 

@@ -29,13 +29,29 @@ class ArrowRow:
     number: int
 
     def to_dict(self) -> Row:
-        """The row as Python objects, its values as in JSON."""
-        row = self.batch.slice(self.number, 1).to_pylist()[0]
+        """The row as Python objects, its values as in JSON. Raises UserError where Python has no such value."""
+        try:
+            row = self.batch.slice(self.number, 1).to_pylist()[0]
+        except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a time that Python does not have
+            raise UserError(f"cannot be read: {one_line(error)}") from error
         return {column.name: _as_json(row[column.name], column.type) for column in self.batch.schema}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the row alone; pyarrow would send the whole batch."""
-        return dict, (self.to_dict(),)
+        try:
+            return dict, (self.to_dict(),)
+        except UserError as error:  # told where the row is used
+            return UnreadableRow, (str(error),)
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableRow:
+    """One that cannot be read, on its way to the process that would use it."""
+
+    reason: str
+
+    def to_dict(self) -> Row:
+        raise UserError(self.reason)
 
 
 PlacedRow = tuple[str, Row | bytes | UnparsedRow]

@@ -1,6 +1,7 @@
 """corpus/arrow_files.py: rows of Arrow's formats are what was put in, without invented nulls."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from eagle_train.corpus.arrow_files import Arrow
-from eagle_train.corpus.rows import parse
+from eagle_train.corpus.rows import ArrowRow, parse
 from eagle_train.corpus.source import DataConfig, check_found, open_source
 from eagle_train.errors import UserError
 
@@ -187,3 +188,12 @@ def test_a_reader_that_fails_in_its_own_way_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets, "load_dataset", deep)
     with pytest.raises(UserError, match=r"data\.path is .*no data set: maximum recursion depth"):
         open_source(DataConfig(str(tmp_path)))
+
+
+def test_a_row_that_python_cannot_have_is_malformed():
+    """In the process that uses it, or in another."""
+    batch = pa.record_batch({"messages": pa.array([b"\xff"], pa.binary()).view(pa.string())})
+    row = ArrowRow(batch, 0)
+    for sent in (row, pickle.loads(pickle.dumps(row))):
+        with pytest.raises(UserError, match=r"^x: row 1: cannot be read: 'utf-8' codec can't decode byte 0xff"):
+            parse("x: row 1", sent)

@@ -3,6 +3,7 @@
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ CHAT = [
 ]
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+DEEP = "[" * 100_000  # of a model that repeats itself
 
 
 def make_tokenizer(template: str | None, merges: int = 60) -> PreTrainedTokenizerFast:
@@ -325,6 +327,12 @@ def test_render_row_of_text_and_of_messages():
             "weight must be 0 or 1, not 0.5",
         ),
         ("messages", {"messages": TURNS, "tools": ["calculator"]}, "'tools' must be JSON"),
+        ("messages", {"messages": TURNS, "tools": DEEP}, "'tools' must be JSON"),
+        (
+            "messages",
+            {"messages": [{"role": "tool", "content": {"at": datetime(2026, 7, 31)}}]},
+            "a tool's result must be text or values of JSON: Object of type datetime",
+        ),
         ("messages", {"messages": TURNS, "tools": [{"x": 1}]}, "must hold function schemas.*columns.tools=null"),
         ("sharegpt", {"conversations": [{"from": "gpt"}]}, "must be text, not NoneType"),
         (
@@ -393,7 +401,15 @@ def test_calls_and_their_results_of_sharegpt():
 
 @pytest.mark.parametrize(
     ("arguments", "right"),
-    [("", {}), (None, {}), (json.dumps('{"x": 1}'), {"x": 1}), ('"x"', '"x"'), ('{"x": 1', '{"x": 1'), ("[1]", "[1]")],
+    [
+        ("", {}),
+        (None, {}),
+        (json.dumps('{"x": 1}'), {"x": 1}),
+        ('"x"', '"x"'),
+        ('{"x": 1', '{"x": 1'),
+        ("[1]", "[1]"),
+        pytest.param(DEEP, DEEP, id="deep"),
+    ],
 )
 def test_arguments_of_calls(arguments, right):
     """What is no object, a model may have written so."""

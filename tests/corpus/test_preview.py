@@ -187,6 +187,18 @@ def test_a_preview_without_a_row_to_show_is_an_error(home, capsys):
     assert "no row can be rendered: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", ["plan=true", "preview=1"])
+def test_a_row_on_which_anything_fails_is_told_with_its_place(home, capsys, monkeypatch, more):
+    """As in a training, which would leave it out."""
+
+    def fails(*_):
+        raise OverflowError("too long")
+
+    monkeypatch.setattr(preview, "render_row", fails)
+    assert call(train.main, *given(home, [row(*TURNS)], "data.row_tokens=64", more)) == 2
+    assert "rows.jsonl:1: cannot be rendered: OverflowError: too long" in capsys.readouterr().err
+
+
 def test_the_templates_file_and_its_variables(home, capsys):
     (home / "kind.jinja").write_text(FORGETFUL.replace("'a:'", "'a:' + kind"))
     more = (f"target.chat_template={home}/kind.jinja", "data.template_kwargs={kind: '!', other: 1}", "preview=1")
