@@ -20,6 +20,8 @@ REASONING_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<mm:think>", "</mm:think>"),
+    ("<think:opensource>", "</think:opensource>"),  # Hunyuan 3
+    ("<longcat_think>", "</longcat_think>"),
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),

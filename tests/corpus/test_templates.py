@@ -645,6 +645,12 @@ AS_WRITTEN = THINKS_FIRST.replace("<think>{{ m.reasoning_content }}</think>", "{
         ("qwen3", AS_WRITTEN, INLINE + "<|im_end|>"),
         ("qwen3", chat_templates.source("chatml"), INLINE + "<|im_end|>"),
         ("qwen3", AS_WRITTEN.replace("think>", "seed:think>"), "<seed:think>r1</seed:think>a1<|im_end|>"),
+        ("qwen3", AS_WRITTEN.replace("think>", "longcat_think>"), "<longcat_think>r1</longcat_think>a1<|im_end|>"),
+        (
+            "qwen3",
+            AS_WRITTEN.replace("think>", "think:opensource>"),
+            "<think:opensource>r1</think:opensource>a1<|im_end|>",
+        ),
         ("gpt_oss", None, RIGHT["gpt_oss"]["reasoning"][1]),
     ],
 )
