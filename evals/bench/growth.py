@@ -14,7 +14,8 @@ Row = Mapping[str, Any]
 
 def growth(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """For each variant and each line of two or more cells: `exponent`, the b of the law TTIT = a * size^b that is
-    nearest in logarithms (least squares).
+    nearest in logarithms (least squares). TTIT is the median: on average it has the wait for prompts that are read
+    later, of which large batches of long prompts have many.
 
     `rows`: those of `sweep.rows_of`, of batches that come together. `over` names what grows, `at` is the size of the
     other, which stays. Where each row's keys are read once, exponents are 1 or less.
@@ -23,7 +24,7 @@ def growth(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for row in rows:
         for over, other in AXES.items():
             if row[over] is not None:
-                lines[over, row["decoding"], row[other]].append((row[over], row["ttit_s"]))
+                lines[over, row["decoding"], row[other]].append((row[over], row["ttit_p50_s"]))
     found = []
     for (over, decoding, at), points in lines.items():
         if len({size for size, _ in points}) > 1:

@@ -173,7 +173,7 @@ def growing(found: Found) -> str:
         ]
         for each in found["growth"]
     ]
-    note = "Between the sizes above, TTIT grows as size^exponent; 1 is in proportion, 0 is not at all."
+    note = "Between the sizes above, the median TTIT grows as size^exponent; 1 is in proportion, 0 is not at all."
     return f"{table(['decoding', 'with', 'exponent'], rows)}\n\n{note}"
 
 

@@ -270,7 +270,7 @@ def test_cautions_follow_from_the_results(root):
 NOTED = {
     "compare": "Intervals overlap: chain1, heldout, batch size 8 is not shown to be faster than auto",
     "draft_kinds": "One seed of training",
-    "latency_growth": "1 prompt a figure",
+    "latency_growth": "2 prompts a figure",
     "latency_one_layer": "The target is the bundled one",
     "latency_profile": "Speed-ups without an interval",
     "draft_lm_head": "busy with other work: 2.77 running processes, where this evaluation has 1 thread.",
@@ -520,7 +520,7 @@ def test_names_with_dollar_signs_are_no_formulas():
 
 def test_no_two_marks_of_a_plot_are_alike():
     drawn = plots.marked([(f"n{place}", place, place) for place in range(36)], [(0, 0), (5, 5)], "x", "y")
-    legend = re.findall(r'<use href="(\S+)" x="[^"]*" y="[^"]*" style="([^"]*)"></use><text[^>]*>n\d+</text>', drawn)
+    legend = re.findall(r'<use href="(\S+)" x="[^"]*" y="[^"]*" style="([^"]*)"/><text[^>]*>n\d+</text>', drawn)
     assert len(legend) == len(set(legend)) == 36
 
 

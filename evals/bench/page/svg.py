@@ -19,12 +19,15 @@ def in_page(text: str) -> str:
     out, and so are fonts, which are the page's.
     """
     root = ElementTree.fromstring(text)
-    used = {name for element in root.iter() for value in element.attrib.values() for name in _REFERENCE.findall(value)}
+    values = [value for element in root.iter() for value in element.attrib.values()]
+    used: dict[str, str] = {}  # the short ids
+    for name in (name for value in values for name in _REFERENCE.findall(value)):
+        used.setdefault(name, str(len(used)))
     body = "".join(_written(element, used) for element in root)
     return f'<svg viewBox="{root.attrib["viewBox"]}" role="img" aria-labelledby="PLOT-title PLOT-desc">{body}</svg>'
 
 
-def _written(element: Element, used: set[str]) -> str:
+def _written(element: Element, used: dict[str, str]) -> str:
     tag = _local(element.tag)
     if tag in _DROPPED:
         return ""
@@ -35,26 +38,27 @@ def _written(element: Element, used: set[str]) -> str:
     if tag == "g" and not said:
         return body
     text = _escaped((element.text or "").strip())
-    return f"<{tag}{' ' if said else ''}{said}>{text}{body}</{tag}>"
+    opened = f"<{tag}{' ' if said else ''}{said}"
+    return f"{opened}>{text}{body}</{tag}>" if text or body else f"{opened}/>"
 
 
-def _attributes(element: Element, used: set[str]) -> Iterator[str]:
+def _attributes(element: Element, used: dict[str, str]) -> Iterator[str]:
     for key, value in element.attrib.items():
         name = _local(key)
         if name == "id":
             if value in used:
-                yield f'id="PLOT-{value}"'
+                yield f'id="PLOT-{used[value]}"'
             continue
         if name == "style":
             value = _style(value)
         elif name == "transform":
             value = re.sub(r"rotate\(-?0 [^)]*\)", "", value).strip()
         elif name == "d":
-            value = " ".join(value.split())
+            value = re.sub(r" *([A-Za-z]) *", r"\1", " ".join(value.split()))
         else:
-            value = value.replace("#", "#PLOT-")
+            value = _REFERENCE.sub(lambda found: f"#PLOT-{used[found[1]]}", value)
         if value:
-            short = value if name == "style" else _NUMBER.sub(r"\1", value)  # a style has shares, as of opacity
+            short = value if name == "style" else _short(value)  # a style has shares, as of opacity
             yield f'{name}="{_escaped(short)}"'
 
 
@@ -65,6 +69,11 @@ def _style(text: str) -> str:
     pairs = [pair for pair in pairs if pair and not pair.startswith(("font-family", "font-size: 10px"))]
     style = re.sub(COLOR.format(r"(\d)"), r"var(--series-\1)", "; ".join(pairs))
     return style.replace(RULE, "var(--rule)").replace(INK, "currentColor").replace(PAPER, "var(--paper)")
+
+
+def _short(numbers: str) -> str:
+    """Numbers with a digit behind the point, which is a pixel's tenth, and none where that is 0."""
+    return re.sub(r"\.0(?!\d)", "", _NUMBER.sub(r"\1", numbers))
 
 
 def _local(name: str) -> str:

@@ -7,7 +7,7 @@ from evals.bench.growth import growth
 
 def rows(*cells: tuple[int, int | None], law=lambda batch, context: batch**0.5 * context**1.5):
     return [
-        {"decoding": "plain", "batch_size": batch, "context_length": context, "ttit_s": law(batch, context or 1)}
+        {"decoding": "plain", "batch_size": batch, "context_length": context, "ttit_p50_s": law(batch, context or 1)}
         for batch, context in cells
     ]
 
@@ -34,5 +34,5 @@ def test_one_cell_is_no_line():
 
 
 def test_variants_are_told_apart():
-    two = rows((1, 64), (2, 64)) + [row | {"decoding": "other", "ttit_s": 1.0} for row in rows((1, 64), (2, 64))]
+    two = rows((1, 64), (2, 64)) + [row | {"decoding": "other", "ttit_p50_s": 1.0} for row in rows((1, 64), (2, 64))]
     assert {each["decoding"]: round(each["exponent"], 6) for each in growth(two)} == {"plain": 0.5, "other": 0.0}
