@@ -9,13 +9,16 @@ Shapes: A active rows, J of them that are adjusted, R rows that this rank sample
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eagle_train.inference.decode.row_trees import AnyTree
 from eagle_train.inference.decode.sampling import at_least_float32
 from eagle_train.inference.parallel.tensor_parallel import Ranks
-from eagle_train.ops.transfer import host_to_device, to_device
+from eagle_train.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -126,19 +129,20 @@ class Adjustments:
         """float32 [J, V] on the device, 0 where a row has no entry; None where none has any."""
         if not any(rows):
             return None
-        values = torch.tensor([value for row in rows for value in row.values()], dtype=torch.float32, device="cpu")
+        values = np.array([value for row in rows for value in row.values()], dtype=np.float32)
         return self._added(None, [list(row) for row in rows], values)
 
-    def _added(self, table: torch.Tensor | None, tokens: Sequence[Sequence[int]], values: torch.Tensor) -> torch.Tensor:
-        """float32 [J, V]: `table`, in place, or zeros, plus `values`, the host's, at each row's tokens."""
+    def _added(
+        self, table: torch.Tensor | None, tokens: Sequence[Sequence[int]], values: NDArray[np.float32]
+    ) -> torch.Tensor:
+        """float32 [J, V]: `table`, in place, or zeros, plus `values` at each row's tokens."""
         if table is None:
             table = torch.zeros(self._size, device=self._device)
-        if len(values) > 0:  # as tensors: a prompt has thousands of tokens, and is counted whenever the rows change
-            counts = torch.tensor([len(row) for row in tokens], device="cpu")
-            places = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
-            flat = torch.tensor([token for row in tokens for token in row], device="cpu")
-            index = host_to_device(torch.stack((places, flat)), self._device)
-            table.index_put_((index[0], index[1]), host_to_device(values, self._device), accumulate=True)
+        if len(values) > 0:  # as arrays: a prompt has thousands of tokens, and is counted whenever the rows change
+            places = np.repeat(np.arange(len(tokens)), [len(row) for row in tokens])
+            flat = np.fromiter(chain.from_iterable(tokens), np.int64, len(values))
+            index = to_device(np.stack((places, flat)), self._device)
+            table.index_put_((index[0], index[1]), to_device(values, self._device), accumulate=True)
         return table
 
     def _count_new(self) -> None:
@@ -151,7 +155,7 @@ class Adjustments:
 
     def _counted(self, table: torch.Tensor | None, texts: list[list[int]]) -> torch.Tensor:
         """float32 [J, V]: `table`, in place, or zeros, plus the tokens of each row's text."""
-        return self._added(table, texts, torch.ones(sum(map(len, texts)), dtype=torch.float32, device="cpu"))
+        return self._added(table, texts, np.ones(sum(map(len, texts)), np.float32))
 
 
 def _on_paths(tokens: torch.Tensor, tree: AnyTree, vocab_size: int) -> torch.Tensor:
