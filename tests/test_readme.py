@@ -184,6 +184,9 @@ def figures() -> Iterator[tuple[str, str]]:
     one, three = (result(name) for name in ("latency_one_layer", "latency"))
     asked = f"over {one['config']['repeats']} prompts where three layers have {three['tpc']:.2f}"
     yield "evaluation", f"has a TPC of {one['tpc']:.2f} {asked}"
+    for by_tree in result("draft_kinds_equal_tokens")["speedups"].values():
+        shown = ("{:.2f} ({:.2f} to {:.2f})".format(one["speedup"], *one["interval"]) for one in by_tree.values())
+        yield "experiments", f"| {' | '.join(shown)} |"
     kinds = result("draft_kinds_equal_tokens")["parts"][0]["variants"]
     below = {name: {key: -number for key, number in one["gain"]["chain3"].items()} for name, one in kinds.items()}
     more = {name: "{tpc:.2f} ({high:.2f} to {low:.2f}) above".format(**each) for name, each in below.items()}
